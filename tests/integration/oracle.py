@@ -1,0 +1,86 @@
+"""An oracle in the drafter's place: hides the true continuation in varying branches of the tree.
+
+Random heads guess nothing right, so nothing would be accepted and nothing tested. The oracle knows
+what the target will say (from a run without speculation) and, at every step, writes a stretch of it
+along a randomly chosen path of the tree; all other nodes get wrong tokens. So accepted paths have
+every length from nothing to the whole depth, through all branches.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import contextmanager
+
+from vllm_medusa.runner.v1 import MedusaCPUModelRunner
+
+
+class Oracle:
+    """Drafts from known continuations.
+
+    Attributes:
+        lengths: how often a path of each length was offered whole.
+        branches: how often each node was the end of the offered path.
+    """
+
+    def __init__(self, continuations: Mapping[tuple[int, ...], list[int]], vocab: int) -> None:
+        """``continuations``: prompt -> the tokens the target says after it."""
+        self.continuations = continuations
+        self.vocab = vocab
+        self.random = random.Random(0)
+        self.deck: list[tuple[int, ...]] = []
+        self.lengths: Counter[int] = Counter()
+        self.branches: Counter[tuple[int, ...]] = Counter()
+
+    def draft(
+        self, prompt: list[int], output: list[int], paths: list[tuple[int, ...]]
+    ) -> list[int]:
+        """Tokens of all nodes for one request."""
+        known = self.continuations[tuple(prompt)]
+        truth = known[len(output) :] if known[: len(output)] == output else []
+        end = self.deal(paths, len(truth))
+        self.lengths[len(end)] += 1
+        self.branches[end] += 1
+        tokens = []
+        for path in paths:
+            depth = len(path)
+            right = truth[depth - 1] if depth <= len(truth) else -1
+            if path == end[:depth]:
+                tokens.append(right)
+            else:
+                wrong = self.random.randrange(self.vocab - 1)
+                tokens.append(wrong if wrong < right or right < 0 else wrong + 1)
+        return tokens
+
+
+    def deal(self, paths: list[tuple[int, ...]], longest: int) -> tuple[int, ...]:
+        """The end of the path to offer; every one comes up once before any comes up again."""
+        fitting = [end for end in self.deck if len(end) <= longest]
+        if not fitting:
+            self.deck = [(), *paths]
+            fitting = [end for end in self.deck if len(end) <= longest]
+        end = self.random.choice(fitting)
+        self.deck.remove(end)
+        return end
+
+
+@contextmanager
+def oracle_drafts(oracle: Oracle):
+    """Let the oracle fill the trees of every runner in this process."""
+    original = MedusaCPUModelRunner.propose_draft_token_ids
+
+    def propose(self, scheduler_output, sampled_token_ids, *args):
+        drafts = original(self, scheduler_output, sampled_token_ids, *args)
+        paths = list(self.drafter.tree.paths[: scheduler_output.num_spec_tokens_to_schedule])
+        for index, tokens in enumerate(drafts):
+            if tokens:
+                request = self.requests[self.input_batch.req_ids[index]]
+                drafts[index] = oracle.draft(
+                    request.prompt_token_ids, request.output_token_ids, paths
+                )
+        return drafts
+
+    MedusaCPUModelRunner.propose_draft_token_ids = propose
+    try:
+        yield oracle
+    finally:
+        MedusaCPUModelRunner.propose_draft_token_ids = original

@@ -1,0 +1,82 @@
+"""Tiny target models with random weights, and heads for them, made by the tests."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+VOCAB = 256
+HIDDEN = 64
+
+
+def make_model(
+    folder: Path,
+    kind: str = "llama",
+    *,
+    vocab_size: int = VOCAB,
+    num_attention_heads: int = 4,
+    num_key_value_heads: int = 2,
+    head_dim: int = 32,
+    max_position_embeddings: int = 1024,
+    seed: int = 0,
+    **overrides: object,
+) -> Path:
+    """Save a two-layer model. Large initial weights make its text lively and its top logits distinct."""
+    import transformers
+
+    config_class = {
+        "llama": transformers.LlamaConfig,
+        "mistral": transformers.MistralConfig,
+        "qwen2": transformers.Qwen2Config,
+        "qwen3": transformers.Qwen3Config,
+    }[kind]
+    options: dict[str, object] = {
+        "vocab_size": vocab_size,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": num_attention_heads,
+        "num_key_value_heads": num_key_value_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": max_position_embeddings,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    if kind == "mistral":
+        options["sliding_window"] = None
+    if kind == "qwen2":
+        del options["head_dim"]  # Qwen2 derives it: hidden / heads
+        options["num_attention_heads"], options["num_key_value_heads"] = 2, 1
+    config = config_class(**options | overrides)
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_heads(
+    folder: Path,
+    num_heads: int,
+    *,
+    hidden_size: int = HIDDEN,
+    token_map: torch.Tensor | None = None,
+    seed: int = 0,
+) -> Path:
+    """Save random heads in the format "version": "2" (residual blocks, the target's LM head)."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for head in range(num_heads):
+        tensors[f"{head}.0.linear.weight"] = torch.randn(
+            hidden_size, hidden_size, generator=generator
+        )
+        tensors[f"{head}.0.linear.bias"] = torch.randn(hidden_size, generator=generator)
+    if token_map is not None:
+        tensors["token_map"] = token_map
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "medusa_lm_head.safetensors")
+    (folder / "config.json").write_text(
+        f'{{"version": "2", "medusa_num_heads": {num_heads}, "medusa_num_layers": 1}}'
+    )
+    return folder

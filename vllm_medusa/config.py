@@ -1,0 +1,186 @@
+"""Configuration: the string ``medusa:HEADS``, the options, and vLLM's speculative config for them.
+
+All of these mean the same:
+
+    vllm serve MODEL --speculative-model medusa:HEADS
+    vllm serve MODEL --spec-model medusa:HEADS --spec-tokens 7
+    vllm serve MODEL --spec-method medusa --spec-model HEADS
+    vllm serve MODEL --speculative-config '{"method": "medusa", "model": "HEADS", "tree": [[0], [1]]}'
+    LLM(MODEL, speculative_config={"method": "medusa", "model": "HEADS"})
+"""
+
+from pathlib import Path
+from typing import Any
+
+from vllm.config import ModelConfig, ParallelConfig
+from vllm.config.speculative import SpeculativeConfig
+from vllm.config.utils import config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from vllm_medusa.heads.checkpoint import HeadsInfo, check_against_target, inspect_heads
+from vllm_medusa.tree import MAX_NODES, TREE_FILE, TokenTree, default_tree, read_tree
+
+logger = init_logger(__name__)
+
+PREFIX = "medusa:"
+
+# Nodes of the default tree. On a CPU each row of a step costs time, on a GPU they are nearly free at
+# low batch sizes; a calibrated tree beside the heads replaces both.
+DEFAULT_NODES_CPU = 3
+DEFAULT_NODES = 15
+
+OPTIONS = {
+    "method": 'always "medusa"',
+    "model": "the heads: a folder or a hub id, with @REVISION if wanted",
+    "revision": "revision of the heads on the hub",
+    "num_speculative_tokens": "nodes to verify per request and step",
+    "num_speculative_tokens_per_batch_size": "vLLM's schedule of nodes by batch size",
+    "tree": 'rank paths such as [[0], [1], [0, 0]], a JSON file of them, or "chain"',
+}
+
+
+@config
+class MedusaSpeculativeConfig(SpeculativeConfig):
+    """vLLM's ``SpeculativeConfig`` for Medusa heads with a token tree.
+
+    ``num_speculative_tokens`` keeps vLLM's meaning, tokens scheduled for verification per request and
+    step: the number of tree nodes without the root.
+    """
+
+    tree: list[list[int]] | str | None = None
+    """The tree as rank paths; after construction always the list of paths in nested order."""
+
+    def __post_init__(self) -> None:
+        # The parent's __post_init__ builds a ModelConfig for a draft model; heads are none. Like its
+        # own "ngram" and "custom_class" methods we let the target's configs stand for the draft's.
+        self.prompt_lookup_max = 0
+        self.prompt_lookup_min = 0
+        self.draft_model_config = self.target_model_config
+        self.draft_parallel_config = self.target_parallel_config
+        self.draft_tensor_parallel_size = self.target_parallel_config.tensor_parallel_size
+        assert self.model is not None  # speculative_config_from_options refuses it with a message
+
+        info = inspect_heads(self.model, self.revision)
+        for warning in info.warnings:
+            logger.warning_once("medusa heads %s: %s", self.model, warning)
+        check_against_target(
+            info,
+            hidden_size=self.target_model_config.get_hidden_size(),
+            vocab_size=self.target_model_config.get_vocab_size(),
+            target=self.target_model_config.model,
+        )
+        tree = self._choose_tree(info)
+        num_tokens = info.draft_vocab_size or self.target_model_config.get_vocab_size()
+        tree.check_fits(info.num_heads, num_tokens, f"medusa heads {self.model}")
+        self.tree = [list(path) for path in tree.paths]
+        self.num_speculative_tokens = len(tree)
+        self._check_schedule()
+
+    def _choose_tree(self, info: HeadsInfo) -> TokenTree:
+        nodes = self.num_speculative_tokens
+        if nodes is not None and not 1 <= nodes <= MAX_NODES:
+            raise ValueError(
+                f"num_speculative_tokens is {nodes}: medusa verifies 1 to {MAX_NODES} nodes per "
+                "request and step (vLLM's limit is 128 tokens with the root)"
+            )
+        stored = info.path / TREE_FILE
+        if self.tree is not None:
+            tree, origin = read_tree(self.tree, info.num_heads, nodes), "the option tree"
+        elif stored.is_file():
+            tree, origin = read_tree(stored, info.num_heads), str(stored)
+        else:
+            default = DEFAULT_NODES_CPU if current_platform.is_cpu() else DEFAULT_NODES
+            tree, origin = default_tree(info.num_heads, nodes or default), "the default tree"
+        if nodes is not None and nodes > len(tree):
+            raise ValueError(
+                f"num_speculative_tokens asks for {nodes} nodes, but {origin} holds {len(tree)}: "
+                "ask for fewer, or give a larger tree with the option tree"
+            )
+        tree = tree.prefix(nodes or len(tree))
+        logger.info_once(
+            "Medusa: %d heads (%s) from %s, %d nodes of depth %d from %s.",
+            info.num_heads, info.format, self.model, len(tree), tree.depth, origin,
+        )  # fmt: skip
+        return tree
+
+    def _check_schedule(self) -> None:
+        for entry in self.num_speculative_tokens_per_batch_size or []:
+            if len(entry) == 3 and entry[2] > self.num_speculative_tokens:
+                raise ValueError(
+                    f"num_speculative_tokens_per_batch_size asks for {entry[2]} nodes at batch sizes "
+                    f"{entry[0]} to {entry[1]}, but the tree holds {self.num_speculative_tokens}"
+                )
+
+    @property
+    def token_tree(self) -> TokenTree:
+        """The tree that is verified."""
+        assert isinstance(self.tree, list)
+        return TokenTree(tuple(tuple(path) for path in self.tree))
+
+    def __repr__(self) -> str:
+        return (
+            f"SpeculativeConfig(method='medusa', model={self.model!r}, "
+            f"num_spec_tokens={self.num_speculative_tokens})"
+        )
+
+
+def options_from_engine_args(args: EngineArgs) -> dict[str, Any] | None:
+    """The speculative options as one dict if they ask for Medusa, else None.
+
+    Merges ``--spec-method``, ``--spec-model`` and ``--spec-tokens`` into ``--speculative-config`` as
+    ``EngineArgs.create_speculative_config`` does.
+    """
+    given = args.speculative_config if isinstance(args.speculative_config, dict) else {}
+    options = {key.replace("-", "_"): value for key, value in given.items()}
+    flags = {
+        "method": ("--spec-method", args.spec_method),
+        "model": ("--spec-model (or --speculative-model)", args.spec_model),
+        "num_speculative_tokens": ("--spec-tokens", args.spec_tokens),
+    }
+    merged = options | {key: value for key, (_, value) in flags.items() if value is not None}
+    if not _asks_for_medusa(merged):
+        return None
+    for key, (flag, value) in flags.items():
+        if value is not None and key in options:
+            raise ValueError(f"{flag} and --speculative-config['{key}'] are mutually exclusive")
+    return merged
+
+
+def speculative_config_from_options(
+    options: dict[str, Any], target_model: ModelConfig, target_parallel: ParallelConfig
+) -> MedusaSpeculativeConfig:
+    """Check the options and build the config.
+
+    Raises:
+        ValueError: an unknown option, no heads, heads that do not fit, a tree that cannot be used.
+    """
+    unknown = sorted(set(options) - set(OPTIONS))
+    if unknown:
+        known = "; ".join(f"{key} ({meaning})" for key, meaning in OPTIONS.items())
+        raise ValueError(
+            f"speculative_config with method 'medusa' does not take {', '.join(unknown)}. "
+            f"It takes: {known}"
+        )
+    method = options.get("method", "medusa")
+    if method != "medusa":
+        raise ValueError(
+            f"the speculative model {options['model']!r} asks for medusa, but the method is "
+            f"{method!r}: leave the method out, or give the heads without '{PREFIX}'"
+        )
+    heads = options.get("model")
+    if not isinstance(heads, str | Path) or not str(heads).removeprefix(PREFIX):
+        raise ValueError(
+            f"medusa needs heads, found model={heads!r}: give a folder or a hub id, such as "
+            f"--speculative-model {PREFIX}FOLDER"
+        )
+    return MedusaSpeculativeConfig(
+        **options | {"method": "medusa", "model": str(heads).removeprefix(PREFIX)},
+        target_model_config=target_model,
+        target_parallel_config=target_parallel,
+    )
+
+
+def _asks_for_medusa(options: dict[str, Any]) -> bool:
+    return options.get("method") == "medusa" or str(options.get("model")).startswith(PREFIX)

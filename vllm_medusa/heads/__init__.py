@@ -1,0 +1,1 @@
+"""Medusa heads: their checkpoint formats, and the module that runs them."""

@@ -1,0 +1,103 @@
+"""Seams: the places of vLLM that we rely on, with a fingerprint of each per supported release.
+
+``patches/VERSION.json`` lists every seam: where, what we do there, why, when it can go, and the
+SHA-256 of its upstream source. Sources are read, not imported: the check costs no import, and works on
+a wheel that was only unpacked.
+"""
+
+import ast
+import hashlib
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+SEAM_MISMATCH = "VLLM_MEDUSA_SEAM_MISMATCH"
+
+
+def manifest_folder() -> Path:
+    """Where the manifests lie: in the wheel below the package, in a checkout beside it."""
+    package = Path(__file__).parent
+    installed = package / "patches"
+    return installed if installed.is_dir() else package.parent / "patches"
+
+
+def supported_versions() -> list[str]:
+    """The vLLM releases that have a manifest."""
+    return sorted(path.stem for path in manifest_folder().glob("*.json"))
+
+
+def read_manifest(version: str) -> list[dict[str, Any]]:
+    """The seams of a release.
+
+    Raises:
+        RuntimeError: there is no manifest for it.
+    """
+    path = manifest_folder() / f"{version}.json"
+    if not path.is_file():
+        raise RuntimeError(
+            f"vllm-medusa does not support vLLM {version}; it supports "
+            f"{', '.join(supported_versions())}. Install one of these, or a newer vllm-medusa"
+        )
+    return json.loads(path.read_text())["seams"]
+
+
+def fingerprint(seam: str, root: Path) -> str | None:
+    """SHA-256 of a seam's source.
+
+    Args:
+        seam: ``package.module:qualified.name``.
+        root: the folder that holds the package ``vllm``.
+
+    Returns:
+        The digest, or None if there is no such module or name.
+    """
+    module, _, name = seam.partition(":")
+    folder = root.joinpath(*module.split("."))
+    path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    if not path.is_file():
+        return None
+    source = path.read_text()
+    scope: Any = ast.parse(source)
+    for part in name.split("."):
+        scope = next((node for node in scope.body if getattr(node, "name", None) == part), None)
+        if scope is None:
+            return None
+    segment = ast.get_source_segment(source, scope)
+    return hashlib.sha256(str(segment).encode()).hexdigest()
+
+
+def differing_seams(version: str, root: Path) -> list[str]:
+    """Names of the seams whose source is not the one we were tested with."""
+    return [
+        seam["name"]
+        for seam in read_manifest(version)
+        if fingerprint(seam["name"], root) != seam["sha256"]
+    ]
+
+
+def check_seams() -> None:
+    """Compare the installed vLLM with the manifest of its release.
+
+    Raises:
+        RuntimeError: the release has no manifest, or seams differ. With
+            ``VLLM_MEDUSA_SEAM_MISMATCH=warn`` differing seams are a warning only.
+    """
+    import vllm
+    from vllm.logger import init_logger
+
+    version = vllm.__version__.split("+")[0]
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    differing = differing_seams(version, Path(spec.origin).parent.parent)
+    if not differing:
+        return
+    message = (
+        f"the installed vLLM {vllm.__version__} differs from the release that vllm-medusa was tested "
+        f"with, in: {', '.join(differing)}. Install the release unchanged, or set "
+        f"{SEAM_MISMATCH}=warn to go on at your own risk"
+    )
+    if os.environ.get(SEAM_MISMATCH) != "warn":
+        raise RuntimeError(message)
+    init_logger(__name__).warning(message)

@@ -1,0 +1,101 @@
+"""Entry point ``vllm.general_plugins``: everything we change in vLLM, in one place.
+
+vLLM calls ``register`` in every process (front end, engine core, workers) and before it builds its
+command-line parser. Until a configuration asks for Medusa, all that happens is that four functions
+are wrapped by ones that look at the options and call the original. Each seam is listed with its
+reason in ``patches/``, and compared with the installed vLLM before the first use.
+"""
+
+import functools
+from typing import Any
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+
+_MARK = "_vllm_medusa"
+
+
+def register() -> None:
+    """Wrap vLLM's seams; calling it again changes nothing."""
+    if hasattr(EngineArgs.create_speculative_config, _MARK):
+        return
+    _wrap_add_cli_args()
+    _wrap_create_speculative_config()
+    _wrap_create_engine_config()
+    _wrap_validate_spec_decode()
+
+
+def _mark(wrapper: Any) -> Any:
+    setattr(wrapper, _MARK, True)
+    return wrapper
+
+
+def _wrap_add_cli_args() -> None:
+    """Add ``--speculative-model``, another name of ``--spec-model``, to vLLM's parser."""
+    original = EngineArgs.add_cli_args
+
+    @functools.wraps(original)
+    def add_cli_args(parser: Any) -> Any:
+        parser = original(parser)
+        parser.add_argument(
+            "--speculative-model",
+            dest="spec_model",
+            default=None,
+            metavar="medusa:HEADS",
+            help="Serve with Medusa heads and tree verification: a folder or a hub id of heads, "
+            "with @REVISION if wanted. --spec-tokens sets the number of tree nodes.",
+        )
+        return parser
+
+    EngineArgs.add_cli_args = staticmethod(_mark(add_cli_args))  # type: ignore[method-assign]
+
+
+def _wrap_create_speculative_config() -> None:
+    """Build our config where the options ask for Medusa."""
+    original = EngineArgs.create_speculative_config
+
+    @functools.wraps(original)
+    def create_speculative_config(
+        self: EngineArgs, target_model_config: Any, target_parallel_config: Any
+    ) -> Any:
+        from vllm_medusa.config import options_from_engine_args, speculative_config_from_options
+        from vllm_medusa.manifest import check_seams
+
+        options = options_from_engine_args(self)
+        if options is None:
+            return original(self, target_model_config, target_parallel_config)
+        check_seams()
+        return speculative_config_from_options(options, target_model_config, target_parallel_config)
+
+    EngineArgs.create_speculative_config = _mark(create_speculative_config)  # type: ignore[method-assign]
+
+
+def _wrap_create_engine_config() -> None:
+    """Refuse what is not supported once the whole configuration is known; choose our worker."""
+    original = EngineArgs.create_engine_config
+
+    @functools.wraps(original)
+    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
+        config = original(self, *args, **kwargs)
+        # Ours is the only speculative config with a token tree. Asked by name, so that a process
+        # that does not use Medusa imports nothing of it.
+        if hasattr(config.speculative_config, "token_tree"):
+            from vllm_medusa.support import check_supported, choose_worker
+
+            check_supported(config)
+            choose_worker(config)
+        return config
+
+    EngineArgs.create_engine_config = _mark(create_engine_config)  # type: ignore[method-assign]
+
+
+def _wrap_validate_spec_decode() -> None:
+    """Let requests use min-p and logit bias, which vLLM refuses with speculation of its own."""
+    original = SamplingParams._validate_spec_decode
+
+    @functools.wraps(original)
+    def _validate_spec_decode(self: SamplingParams, speculative_config: Any) -> None:
+        if not hasattr(speculative_config, "token_tree"):
+            original(self, speculative_config)
+
+    SamplingParams._validate_spec_decode = _mark(_validate_spec_decode)  # type: ignore[method-assign]

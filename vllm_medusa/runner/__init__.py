@@ -1,0 +1,1 @@
+"""Adapters to vLLM's model runners; everything else is shared."""

@@ -1,0 +1,317 @@
+"""Adapter to vLLM's V1 model runner (``vllm/v1/worker/gpu_model_runner.py``), as the CPU uses it.
+
+In the order of a step: the drafts of the last step arrive as scheduled tokens with linear slots and
+positions; before the forward pass the positions become depth positions and the attention metadata
+learns of the trees; after it the trees are walked with tokens drawn by vLLM's own sampler, the
+accepted path is compacted, and the next trees are drafted.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
+from vllm.v1.sample.logits_processor.builtin import (
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from vllm_medusa.acceptance import NO_TOKEN, AcceptedPaths, walk
+from vllm_medusa.attention.cpu import TreeCPUAttentionMetadataBuilder, tree_attention_backend
+from vllm_medusa.attention.kernels import move_slots
+from vllm_medusa.bank import TreeBank
+from vllm_medusa.compaction import accepted_moves
+from vllm_medusa.drafter import MedusaDrafter
+
+logger = init_logger(__name__)
+
+NO_LIMIT = 2**31 - 1
+
+
+class MedusaCPUModelRunner(CPUModelRunner):
+    """vLLM's CPU model runner with token trees."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        stock = gpu_model_runner.build_logitsprocs
+        gpu_model_runner.build_logitsprocs = _builtin_logitsprocs
+        try:
+            super().__init__(vllm_config, device)
+        finally:
+            gpu_model_runner.build_logitsprocs = stock
+        # vLLM's runner has built its own Medusa proposer, which holds no weights yet.
+        self.drafter = MedusaDrafter(vllm_config, device)
+        self.bank = TreeBank([self.drafter.tree], device)
+        # vLLM stops drafting for the whole batch when one request nears the drafter's longest
+        # sequence. Heads have none; the scheduler cuts each request's tree at max_model_len.
+        self.effective_drafter_max_model_len = NO_LIMIT
+        # Row (of this step's logits) at the end of each request's path, int64 [requests].
+        self.last_rows: torch.Tensor | None = None
+
+    def load_model(self, load_dummy_weights: bool = False) -> None:
+        with tree_attention_backend():
+            super().load_model(load_dummy_weights)
+        check_attention_layers(self.compilation_config.static_forward_context)
+
+    # -- before the forward pass ---------------------------------------------------------------------
+
+    def _build_attention_metadata(self, num_tokens: int, num_reqs: int, *args: Any, **kwargs: Any):  # type: ignore[no-untyped-def]
+        # vLLM counts, per request, the drafts of this step: -1 where a prompt chunk is read.
+        num_nodes = self.num_decode_draft_tokens.cpu[:num_reqs]
+        any_tree = kwargs.get("use_spec_decode", False) and bool((num_nodes > 0).any())
+        tree_index = torch.where(num_nodes >= 0, 0, -1).to(torch.int32) if any_tree else None
+        for builder in self._tree_builders():
+            builder.set_trees(tree_index, self.bank.ancestors)
+        if any_tree:
+            self._set_depth_positions(num_nodes, num_tokens)
+        return super()._build_attention_metadata(num_tokens, num_reqs, *args, **kwargs)
+
+    def _tree_builders(self):  # type: ignore[no-untyped-def]
+        for group in self._attn_group_iterator():
+            builder = group.get_metadata_builder()
+            assert isinstance(builder, TreeCPUAttentionMetadataBuilder)
+            yield builder
+
+    def _set_depth_positions(self, num_nodes: torch.Tensor, num_tokens: int) -> None:
+        """Node positions: linear as vLLM's slots (computed already), by depth for the rotary embedding.
+
+        In place: ``positions`` is the buffer that the forward pass reads.
+        """
+        rows = self.query_pos.cpu[:num_tokens].long()
+        in_tree = (num_nodes > 0)[self.req_indices.cpu[:num_tokens].long()]
+        offset = self.bank.depth_offset[0][rows.clamp(max=self.bank.depth_offset.shape[1] - 1)]
+        self.positions[:num_tokens] += offset * in_tree
+        # A request that vLLM padded with drafts that are no tokens (-1) reads token 0 there; no
+        # token drawn from the target equals -1, so nothing of it is kept.
+        self.input_ids.gpu[:num_tokens].clamp_(min=0)
+
+    # -- acceptance and compaction -------------------------------------------------------------------
+
+    def _sample(
+        self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
+    ) -> SamplerOutput:
+        assert logits is not None and spec_decode_metadata is not None
+        num_nodes = torch.tensor(spec_decode_metadata.num_draft_tokens)
+        first_rows = spec_decode_metadata.cu_num_sampled_tokens.long() - num_nodes - 1
+        draft_tokens = _pad_drafts(spec_decode_metadata.draft_token_ids, num_nodes)
+        num_reqs, width = draft_tokens.shape
+        active = torch.from_numpy(~self.discard_request_mask.np[:num_reqs])
+        target = _Target(self, logits, first_rows)
+        paths = walk(
+            target.draw,
+            draft_tokens,
+            self.bank.parents[0, :width].expand(num_reqs, width),
+            active,
+            target.max_steps(),
+        )
+        target.close(paths)
+        self.last_rows = first_rows + paths.last_rows
+        self._compact(paths, num_nodes)
+        return SamplerOutput(
+            sampled_token_ids=paths.tokens.to(torch.int32), logprobs_tensors=target.logprobs()
+        )
+
+    def _compact(self, paths: AcceptedPaths, num_nodes: torch.Tensor) -> None:
+        # The rows of a tree are the last ones of its request.
+        ends = self.query_start_loc.cpu[1 : num_nodes.shape[0] + 1].long()
+        slots = self.input_batch.block_table[0].slot_mapping.gpu
+        source, target = accepted_moves(paths, slots, ends - num_nodes - 1)
+        if source.numel():
+            move_slots(self.kv_caches, source, target)
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any):  # type: ignore[no-untyped-def]
+        # vLLM rewinds the generators of requests whose token is discarded, which fails on CPUs ("CPU
+        # Generator does not use offset"). The walk draws nothing for them: there is nothing to rewind.
+        generators, self.input_batch.generators = self.input_batch.generators, {}
+        try:
+            return super()._bookkeeping_sync(*args, **kwargs)
+        finally:
+            self.input_batch.generators = generators
+
+    # -- drafting ------------------------------------------------------------------------------------
+
+    def propose_draft_token_ids(  # type: ignore[override]
+        self,
+        scheduler_output: Any,
+        sampled_token_ids: list[list[int]],
+        sampling_metadata: SamplingMetadata,
+        hidden_states: torch.Tensor,
+        sample_hidden_states: torch.Tensor,
+        *unused: Any,
+    ) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        num_nodes = scheduler_output.num_spec_tokens_to_schedule
+        requests = [
+            index
+            for index, tokens in enumerate(sampled_token_ids)
+            if tokens and self._can_speculate(index)
+        ]
+        if num_nodes and requests:
+            assert self.last_rows is not None
+            states = sample_hidden_states[self.last_rows[requests]]
+            proposed = self.drafter.propose(states, num_nodes).tolist()
+            for index, tokens in zip(requests, proposed, strict=True):
+                drafts[index] = tokens
+        return drafts
+
+    def _can_speculate(self, index: int) -> bool:
+        """Whether the request's rules can be followed along a path; if not it is served without trees."""
+        params = self.requests[self.input_batch.req_ids[index]].sampling_params
+        return params is not None and params.structured_outputs is None and not _has_budget(params)
+
+
+class _Target:
+    """Draws tokens from the target for the walk, exactly as vLLM would at that place.
+
+    Greedy requests without further rules take one argmax over all rows. Otherwise each step runs
+    vLLM's own sampler on one row per request, with the path's tokens appended to the request's
+    output, so that every rule (penalties, bias, masks, top-k, top-p, min-p, seeds, logprobs) sees
+    what it would see without speculation.
+    """
+
+    def __init__(
+        self, runner: MedusaCPUModelRunner, logits: torch.Tensor, first_rows: torch.Tensor
+    ) -> None:
+        self.runner = runner
+        self.logits = logits
+        self.first_rows = first_rows
+        self.metadata = runner.input_batch.sampling_metadata
+        self.greedy = runner.sampler.greedy_sample(logits) if _is_plain(self.metadata) else None
+        self.outputs = runner.input_batch.req_output_token_ids
+        self.appended: list[tuple[list[int], int]] = []
+        self.steps: list[LogprobsTensors] = []
+
+    def max_steps(self) -> torch.Tensor | None:
+        """How many tokens each request may draw in this step; None: no limits."""
+        limits = {}
+        for processor in self.metadata.logitsprocs.non_argmax_invariant:
+            if isinstance(processor, MinTokensLogitsProcessor):
+                # Stop tokens are masked as of this step's start; that holds until min_tokens is met.
+                for index, (min_tokens, output, *_) in processor.min_toks.items():
+                    limits[index] = min_tokens - len(output)
+        if not limits:
+            return None
+        steps = torch.full_like(self.first_rows, NO_LIMIT)
+        steps[list(limits)] = torch.tensor(list(limits.values()))
+        return steps
+
+    def draw(self, rows: torch.Tensor, active: torch.Tensor, step: int) -> torch.Tensor:
+        """Draw one token per request at ``rows``; see ``acceptance.walk``."""
+        rows = self.first_rows + rows
+        if self.greedy is not None:
+            return self.greedy[rows]
+        is_active = active.tolist()
+        metadata = replace(
+            self.metadata,
+            # A request's own random numbers are used for tokens that it keeps, and no others.
+            generators={i: gen for i, gen in self.metadata.generators.items() if is_active[i]},
+            thinking_budget_state_holder=(
+                self.metadata.thinking_budget_state_holder if step == 0 else None
+            ),
+        )
+        output = self.runner.sampler(logits=self.logits[rows], sampling_metadata=metadata)
+        tokens = output.sampled_token_ids[:, 0].long()
+        if output.logprobs_tensors is not None:
+            self.steps.append(output.logprobs_tensors)
+        for index, token in enumerate(tokens.tolist()):
+            if is_active[index] and self.outputs[index] is not None:
+                self.outputs[index].append(token)
+                self.appended.append((self.outputs[index], token))
+        return tokens
+
+    def close(self, paths: AcceptedPaths) -> None:
+        """Take the path's tokens back out; vLLM's bookkeeping appends them once they are final."""
+        for output, _ in reversed(self.appended):
+            output.pop()
+        self.appended.clear()
+
+    def logprobs(self) -> LogprobsTensors | None:
+        """Logprobs of the drawn tokens, [requests * steps, logprobs + 1], in vLLM's flat order."""
+        if not self.steps:
+            return None
+        return LogprobsTensors(
+            *(
+                torch.stack([step[field] for step in self.steps], dim=1).flatten(0, 1)
+                for field in range(3)
+            )
+        )
+
+
+def _builtin_logitsprocs(
+    vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool, *unused: Any
+) -> LogitsProcessors:
+    """All of vLLM's own logits processors.
+
+    With speculation vLLM leaves out min-p and logit bias, which its rejection sampler cannot apply;
+    the walk can, as it runs vLLM's sampler. Custom processors stay refused (support.py).
+    """
+    return LogitsProcessors(
+        processor(vllm_config, device, is_pin_memory) for processor in BUILTIN_LOGITS_PROCESSORS
+    )
+
+
+def _is_plain(metadata: SamplingMetadata) -> bool:
+    """All requests greedy, and nothing that changes logits or asks for logprobs."""
+    holder = metadata.thinking_budget_state_holder
+    return (
+        metadata.all_greedy
+        and metadata.no_penalties
+        and not metadata.bad_words_token_ids
+        and metadata.allowed_token_ids_mask is None
+        and metadata.max_num_logprobs is None
+        and not metadata.logprob_token_ids
+        and not (holder is not None and holder.has_tracked_requests())
+        and not any(map(_is_in_use, metadata.logitsprocs.non_argmax_invariant))
+    )
+
+
+def _is_in_use(processor: object) -> bool:
+    if isinstance(processor, LogitBiasLogitsProcessor):
+        return bool(processor.biases)
+    if isinstance(processor, MinTokensLogitsProcessor):
+        return bool(processor.min_toks)
+    return not isinstance(processor, MinPLogitsProcessor)
+
+
+def _has_budget(params: Any) -> bool:
+    return getattr(params, "thinking_token_budget", None) is not None
+
+
+def _pad_drafts(draft_tokens: torch.Tensor, num_nodes: torch.Tensor) -> torch.Tensor:
+    """[all nodes] -> int64 [requests, most nodes], filled up with ``NO_TOKEN``."""
+    columns = torch.arange(int(num_nodes.max()))
+    padded = torch.full((num_nodes.shape[0], columns.shape[0]), NO_TOKEN)
+    padded[columns < num_nodes[:, None]] = draft_tokens.long()
+    return padded
+
+
+def check_attention_layers(layers: dict[str, Any]) -> None:
+    """Refuse attention that the tree kernel does not compute, layer by layer as vLLM built them."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backend import AttentionType
+
+    for name, layer in layers.items():
+        impl = getattr(layer, "impl", None)
+        if not isinstance(layer, Attention):
+            raise ValueError(f"medusa cannot serve layer {name} of type {type(layer).__name__}")
+        found = {
+            "sliding window": impl.sliding_window != -1,
+            "logit soft cap": bool(impl.logits_soft_cap),
+            "ALiBi": impl.alibi_slopes is not None,
+            "attention sinks": impl.sinks is not None,
+            "a quantised KV cache": impl.is_fp8_kv_cache,
+            f"attention type {impl.attn_type}": impl.attn_type != AttentionType.DECODER,
+            "a KV cache shared between layers": impl.kv_sharing_target_layer_name is not None,
+        }
+        for feature, is_there in found.items():
+            if is_there:
+                raise ValueError(f"medusa cannot serve {feature} (layer {name})")
+
+

