@@ -3,27 +3,35 @@
 PYTHON_VENV := .venv/bin/python
 # vLLM on a CPU wants its libraries preloaded and its threads bound before Python starts.
 CPU_ENV := eval "$$($(PYTHON_VENV) -m vllm_medusa.cpu_setup --print-env)"
-MODEL = $$($(PYTHON_VENV) -m vllm_medusa.demo.model)
+DEMO := $(CPU_ENV) && $(PYTHON_VENV) -m vllm_medusa.cli.main demo
+
 HEADS ?= heads/smollm2-135m-instruct
 PORT ?= 8000
+# Further arguments for pytest or the demo: make test ARGS="-k tree", make demo ARGS=--help
+ARGS ?=
 
 .PHONY: help
 help: ## list the targets
-	@echo "Targets (each makes .venv first if it is not there):"
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+	@echo "Targets (the first that needs .venv makes it):"
+	@sed -n 's/^\([a-z]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 .PHONY: setup
 setup: ## make .venv and install everything into it
 	@ci/setup.sh
 
 .PHONY: demo
-demo: setup ## serve SmolLM2-135M-Instruct with Medusa, chat, and measure it against plain vLLM
-	@$(CPU_ENV) && $(PYTHON_VENV) -m vllm_medusa.cli.main demo $(ARGS)
+demo: setup ## serve SmolLM2-135M-Instruct with Medusa, chat, measure it beside plain vLLM
+	@$(DEMO) $(ARGS)
+
+.PHONY: results
+results: setup ## the demo with more tree sizes, written into docs/
+	@$(DEMO) --sizes --output docs $(ARGS)
 
 .PHONY: serve
-serve: setup ## serve the demo model with Medusa on PORT until Ctrl-C
-	@$(CPU_ENV) && exec .venv/bin/vllm serve "$(MODEL)" --served-model-name smollm2 \
-		--speculative-model "medusa:$(HEADS)" --dtype float32 --max-model-len 2048 --port $(PORT)
+serve: setup ## serve the demo's model with Medusa on PORT (8000) until Ctrl-C
+	@$(CPU_ENV) && exec .venv/bin/vllm serve "$$($(PYTHON_VENV) -m vllm_medusa.demo.model)" \
+		--served-model-name smollm2 --speculative-model "medusa:$(HEADS)" \
+		--dtype float32 --max-model-len 2048 --shutdown-timeout 20 --port $(PORT)
 
 .PHONY: test
 test: setup ## run the tests
@@ -36,6 +44,6 @@ lint: setup ## ruff and mypy
 	.venv/bin/mypy
 
 .PHONY: clean
-clean: ## remove everything that make made, the virtual environment too
-	rm -rf .venv .cache build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+clean: ## remove all that make made, the virtual environment too
+	rm -rf .venv .cache build demo-results dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

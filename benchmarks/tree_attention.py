@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=2 LD_PRELOAD=.venv/lib/libiomp5.so python benchmarks/tree_attention.py
 
 The two kernels take turns in one process. A round in which a thread had to wait for its core is
-done again; the numbers are medians over the other rounds, the ratio the median of the rounds' ratios.
+done again; the numbers are medians over the other rounds, the ratio the median of their ratios.
 """
 
 import argparse

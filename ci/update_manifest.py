@@ -1,7 +1,7 @@
 """Write the fingerprints of a release's seams into its manifest, or show which differ.
 
-    python ci/update_manifest.py 0.32.0 FOLDER          # FOLDER holds the package vllm
-    python ci/update_manifest.py 0.32.0 FOLDER --check
+python ci/update_manifest.py 0.32.0 FOLDER          # FOLDER holds the package vllm
+python ci/update_manifest.py 0.32.0 FOLDER --check
 """
 
 import argparse

@@ -1,11 +1,11 @@
 """Lossless acceptance for deterministic drafts: walk the tree with tokens drawn from the target.
 
-The drafts (top-k of each head) are fixed before any random number of the step is drawn. So the exact
-rule is: at the current row draw x from the target's distribution; if x is one of the row's children,
-go there and draw again, else x is the bonus token. Every emitted token is a draw from the target
-given its own prefix, whatever the drafts were, hence the output's distribution is the target's. A
-node is accepted with exactly the target's probability of its path, the highest any lossless rule
-reaches for fixed drafts. Greedy decoding is the same walk with argmax.
+The drafts (top-k of each head) are fixed before any random number of the step is drawn. So the
+exact rule is: at the current row draw x from the target's distribution; if x is one of the row's
+children, go there and draw again, else x is the bonus token. Every emitted token is a draw from
+the target given its own prefix, whatever the drafts were, hence the output's distribution is the
+target's. A node is accepted with exactly the target's probability of its path, the highest any
+lossless rule reaches for fixed drafts. Greedy decoding is the same walk with argmax.
 
 The walk may stop anywhere: the last token drawn is then the bonus token. This is how requests are
 served whose rules hold at the root only (``max_steps``).
@@ -25,7 +25,8 @@ class AcceptedPaths(NamedTuple):
     tokens: torch.Tensor
     """int64 [B, S]: accepted tokens and the bonus token, then ``NO_TOKEN``."""
     rows: torch.Tensor
-    """int64 [B, S]: the row (0 = root) each token was drawn at; behind the end the last such row."""
+    """int64 [B, S]: the row (0 = root) each token was drawn at; behind the end the last such
+    row."""
 
     @property
     def last_rows(self) -> torch.Tensor:
@@ -49,7 +50,8 @@ def walk(
         draft_tokens: int64 [B, N], the nodes' tokens; ``NO_TOKEN`` behind a request's last node.
         parents: int64 [B, N], row of each node's parent.
         active: bool [B], requests that sample in this step.
-        max_steps: int64 [B], how many tokens a request may draw at most in this step; None: no limit.
+        max_steps: int64 [B], how many tokens a request may draw at most in this step; None: no
+            limit.
 
     Returns:
         The accepted paths. Requests that are not active get no token.

@@ -5,8 +5,8 @@ All of these mean the same:
     vllm serve MODEL --speculative-model medusa:HEADS
     vllm serve MODEL --spec-model medusa:HEADS --spec-tokens 7
     vllm serve MODEL --spec-method medusa --spec-model HEADS
-    vllm serve MODEL --speculative-config '{"method": "medusa", "model": "HEADS", "tree": [[0], [1]]}'
-    LLM(MODEL, speculative_config={"method": "medusa", "model": "HEADS"})
+    vllm serve MODEL --speculative-config '{"method": "medusa", "model": "HEADS", "tree": [[0],
+    [1]]}' LLM(MODEL, speculative_config={"method": "medusa", "model": "HEADS"})
 """
 
 from pathlib import Path
@@ -20,14 +20,21 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_medusa.heads.checkpoint import HeadsInfo, check_against_target, inspect_heads
-from vllm_medusa.tree import MAX_NODES, TREE_FILE, TokenTree, default_tree, read_tree
+from vllm_medusa.tree import (
+    MAX_NODES,
+    TREE_FILE,
+    TokenTree,
+    default_tree,
+    read_tree,
+    stored_num_nodes,
+)
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 PREFIX = "medusa:"
 
-# Nodes of the default tree. On a CPU each row of a step costs time, on a GPU they are nearly free at
-# low batch sizes; a calibrated tree beside the heads replaces both.
+# Nodes of the default tree. On a CPU each row of a step costs time, on a GPU they are nearly free
+# at low batch sizes; a calibrated tree beside the heads replaces both.
 DEFAULT_NODES_CPU = 3
 DEFAULT_NODES = 15
 
@@ -45,78 +52,27 @@ OPTIONS = {
 class MedusaSpeculativeConfig(SpeculativeConfig):
     """vLLM's ``SpeculativeConfig`` for Medusa heads with a token tree.
 
-    ``num_speculative_tokens`` keeps vLLM's meaning, tokens scheduled for verification per request and
-    step: the number of tree nodes without the root.
+    ``num_speculative_tokens`` keeps vLLM's meaning, tokens scheduled for verification per request
+    and step: the number of tree nodes without the root.
     """
 
-    tree: list[list[int]] | str | None = None
-    """The tree as rank paths; after construction always the list of paths in nested order."""
+    tree: list[list[int]] | None = None
+    """The tree as rank paths in nested order."""
 
     def __post_init__(self) -> None:
-        # The parent's __post_init__ builds a ModelConfig for a draft model; heads are none. Like its
-        # own "ngram" and "custom_class" methods we let the target's configs stand for the draft's.
+        # The parent's __post_init__ builds a ModelConfig for a draft model; heads are none. Like
+        # its own "ngram" and "custom_class" methods we let the target's configs stand for the
+        # draft's.
         self.prompt_lookup_max = 0
         self.prompt_lookup_min = 0
         self.draft_model_config = self.target_model_config
         self.draft_parallel_config = self.target_parallel_config
         self.draft_tensor_parallel_size = self.target_parallel_config.tensor_parallel_size
-        assert self.model is not None  # speculative_config_from_options refuses it with a message
-
-        info = inspect_heads(self.model, self.revision)
-        for warning in info.warnings:
-            logger.warning_once("medusa heads %s: %s", self.model, warning)
-        check_against_target(
-            info,
-            hidden_size=self.target_model_config.get_hidden_size(),
-            vocab_size=self.target_model_config.get_vocab_size(),
-            target=self.target_model_config.model,
-        )
-        tree = self._choose_tree(info)
-        num_tokens = info.draft_vocab_size or self.target_model_config.get_vocab_size()
-        tree.check_fits(info.num_heads, num_tokens, f"medusa heads {self.model}")
-        self.tree = [list(path) for path in tree.paths]
-        self.num_speculative_tokens = len(tree)
-        self._check_schedule()
-
-    def _choose_tree(self, info: HeadsInfo) -> TokenTree:
-        nodes = self.num_speculative_tokens
-        if nodes is not None and not 1 <= nodes <= MAX_NODES:
-            raise ValueError(
-                f"num_speculative_tokens is {nodes}: medusa verifies 1 to {MAX_NODES} nodes per "
-                "request and step (vLLM's limit is 128 tokens with the root)"
-            )
-        stored = info.path / TREE_FILE
-        if self.tree is not None:
-            tree, origin = read_tree(self.tree, info.num_heads, nodes), "the option tree"
-        elif stored.is_file():
-            tree, origin = read_tree(stored, info.num_heads), str(stored)
-        else:
-            default = DEFAULT_NODES_CPU if current_platform.is_cpu() else DEFAULT_NODES
-            tree, origin = default_tree(info.num_heads, nodes or default), "the default tree"
-        if nodes is not None and nodes > len(tree):
-            raise ValueError(
-                f"num_speculative_tokens asks for {nodes} nodes, but {origin} holds {len(tree)}: "
-                "ask for fewer, or give a larger tree with the option tree"
-            )
-        tree = tree.prefix(nodes or len(tree))
-        logger.info_once(
-            "Medusa: %d heads (%s) from %s, %d nodes of depth %d from %s.",
-            info.num_heads, info.format, self.model, len(tree), tree.depth, origin,
-        )  # fmt: skip
-        return tree
-
-    def _check_schedule(self) -> None:
-        for entry in self.num_speculative_tokens_per_batch_size or []:
-            if len(entry) == 3 and entry[2] > self.num_speculative_tokens:
-                raise ValueError(
-                    f"num_speculative_tokens_per_batch_size asks for {entry[2]} nodes at batch sizes "
-                    f"{entry[0]} to {entry[1]}, but the tree holds {self.num_speculative_tokens}"
-                )
 
     @property
     def token_tree(self) -> TokenTree:
         """The tree that is verified."""
-        assert isinstance(self.tree, list)
+        assert self.tree is not None
         return TokenTree(tuple(tuple(path) for path in self.tree))
 
     def __repr__(self) -> str:
@@ -129,8 +85,8 @@ class MedusaSpeculativeConfig(SpeculativeConfig):
 def options_from_engine_args(args: EngineArgs) -> dict[str, Any] | None:
     """The speculative options as one dict if they ask for Medusa, else None.
 
-    Merges ``--spec-method``, ``--spec-model`` and ``--spec-tokens`` into ``--speculative-config`` as
-    ``EngineArgs.create_speculative_config`` does.
+    Merges ``--spec-method``, ``--spec-model`` and ``--spec-tokens`` into ``--speculative-config``
+    as ``EngineArgs.create_speculative_config`` does.
     """
     given = args.speculative_config if isinstance(args.speculative_config, dict) else {}
     options = {key.replace("-", "_"): value for key, value in given.items()}
@@ -175,11 +131,72 @@ def speculative_config_from_options(
             f"medusa needs heads, found model={heads!r}: give a folder or a hub id, such as "
             f"--speculative-model {PREFIX}FOLDER"
         )
+    heads = str(heads).removeprefix(PREFIX)
+    # All checks come before the config is built: its own errors would be wrapped by pydantic's.
+    info = inspect_heads(heads, options.get("revision"))
+    for warning in info.warnings:
+        logger.warning_once("medusa heads %s: %s", heads, warning)
+    vocab_size = target_model.get_vocab_size()
+    check_against_target(
+        info,
+        hidden_size=target_model.get_hidden_size(),
+        vocab_size=vocab_size,
+        target=target_model.model,
+    )
+    tree = _choose_tree(options, info)
+    tree.check_fits(info.num_heads, info.draft_vocab_size or vocab_size, f"medusa heads {heads}")
+    _check_schedule(options.get("num_speculative_tokens_per_batch_size"), len(tree))
+    chosen = {
+        "method": "medusa",
+        "model": heads,
+        "tree": [list(path) for path in tree.paths],
+        "num_speculative_tokens": len(tree),
+    }
     return MedusaSpeculativeConfig(
-        **options | {"method": "medusa", "model": str(heads).removeprefix(PREFIX)},
+        **options | chosen,
         target_model_config=target_model,
         target_parallel_config=target_parallel,
     )
+
+
+def _choose_tree(options: dict[str, Any], info: HeadsInfo) -> TokenTree:
+    """The tree of the options, else the one stored beside the heads, else the default one."""
+    nodes = options.get("num_speculative_tokens")
+    if nodes is not None and (type(nodes) is not int or not 1 <= nodes <= MAX_NODES):
+        raise ValueError(
+            f"num_speculative_tokens is {nodes!r}: medusa verifies 1 to {MAX_NODES} nodes per "
+            "request and step (vLLM's limit is 128 tokens with the root)"
+        )
+    stored = info.path / TREE_FILE
+    if options.get("tree") is not None:
+        tree, origin = read_tree(options["tree"], info.num_heads, nodes), "the option tree"
+    elif stored.is_file():
+        tree, origin = read_tree(stored, info.num_heads), str(stored)
+        nodes = nodes or stored_num_nodes(stored)
+    else:
+        default = DEFAULT_NODES_CPU if current_platform.is_cpu() else DEFAULT_NODES
+        tree, origin = default_tree(info.num_heads, nodes or default), "the default tree"
+    if nodes is not None and nodes > len(tree):
+        raise ValueError(
+            f"num_speculative_tokens asks for {nodes} nodes, but {origin} holds {len(tree)}: "
+            "ask for fewer, or give a larger tree with the option tree"
+        )
+    tree = tree.prefix(nodes or len(tree))
+    logger.info_once(
+        "Medusa: %d heads (%s) from %s, %d nodes of depth %d from %s.",
+        info.num_heads, info.format, info.source, len(tree), tree.depth, origin,
+    )  # fmt: skip
+    return tree
+
+
+def _check_schedule(schedule: Any, num_nodes: int) -> None:
+    """Refuse a batch-size schedule that asks for more than the tree; vLLM checks all else of it."""
+    for entry in schedule if isinstance(schedule, list) else []:
+        if len(entry) == 3 and entry[2] > num_nodes:
+            raise ValueError(
+                f"num_speculative_tokens_per_batch_size asks for {entry[2]} nodes at batch sizes "
+                f"{entry[0]} to {entry[1]}, but the tree holds {num_nodes}"
+            )
 
 
 def _asks_for_medusa(options: dict[str, Any]) -> bool:

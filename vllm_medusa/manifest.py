@@ -1,8 +1,8 @@
 """Seams: the places of vLLM that we rely on, with a fingerprint of each per supported release.
 
 ``patches/VERSION.json`` lists every seam: where, what we do there, why, when it can go, and the
-SHA-256 of its upstream source. Sources are read, not imported: the check costs no import, and works on
-a wheel that was only unpacked.
+SHA-256 of its upstream source. Sources are read, not imported: the check costs no import, and
+works on a wheel that was only unpacked.
 """
 
 import ast
@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import json
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +59,23 @@ def fingerprint(seam: str, root: Path) -> str | None:
     path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
     if not path.is_file():
         return None
-    source = path.read_text()
-    scope: Any = ast.parse(source)
+    lines, scope = _parse(path)
     for part in name.split("."):
         scope = next((node for node in scope.body if getattr(node, "name", None) == part), None)
         if scope is None:
             return None
-    segment = ast.get_source_segment(source, scope)
-    return hashlib.sha256(str(segment).encode()).hexdigest()
+    # What ast.get_source_segment returns, which splits the whole file anew for each name.
+    segment = lines[scope.lineno - 1 : scope.end_lineno]
+    segment[-1] = segment[-1][: scope.end_col_offset]
+    segment[0] = segment[0][scope.col_offset :]
+    return hashlib.sha256(b"\n".join(segment)).hexdigest()
+
+
+@cache
+def _parse(path: Path) -> tuple[list[bytes], Any]:
+    """A module's lines and its syntax tree; many seams lie in few, large modules."""
+    source = path.read_text()
+    return source.encode().split(b"\n"), ast.parse(source)
 
 
 def differing_seams(version: str, root: Path) -> list[str]:
@@ -94,10 +104,10 @@ def check_seams() -> None:
     if not differing:
         return
     message = (
-        f"the installed vLLM {vllm.__version__} differs from the release that vllm-medusa was tested "
-        f"with, in: {', '.join(differing)}. Install the release unchanged, or set "
+        f"the installed vLLM {vllm.__version__} differs from the release that vllm-medusa was "
+        f"tested with, in: {', '.join(differing)}. Install the release unchanged, or set "
         f"{SEAM_MISMATCH}=warn to go on at your own risk"
     )
     if os.environ.get(SEAM_MISMATCH) != "warn":
         raise RuntimeError(message)
-    init_logger(__name__).warning(message)
+    init_logger(f"vllm.{__name__}").warning(message)

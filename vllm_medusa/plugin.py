@@ -47,7 +47,7 @@ def _wrap_add_cli_args() -> None:
         )
         return parser
 
-    EngineArgs.add_cli_args = staticmethod(_mark(add_cli_args))  # type: ignore[method-assign]
+    EngineArgs.add_cli_args = staticmethod(_mark(add_cli_args))
 
 
 def _wrap_create_speculative_config() -> None:
@@ -67,7 +67,7 @@ def _wrap_create_speculative_config() -> None:
         check_seams()
         return speculative_config_from_options(options, target_model_config, target_parallel_config)
 
-    EngineArgs.create_speculative_config = _mark(create_speculative_config)  # type: ignore[method-assign]
+    EngineArgs.create_speculative_config = _mark(create_speculative_config)
 
 
 def _wrap_create_engine_config() -> None:
@@ -86,7 +86,7 @@ def _wrap_create_engine_config() -> None:
             choose_worker(config)
         return config
 
-    EngineArgs.create_engine_config = _mark(create_engine_config)  # type: ignore[method-assign]
+    EngineArgs.create_engine_config = _mark(create_engine_config)
 
 
 def _wrap_validate_spec_decode() -> None:
@@ -98,4 +98,4 @@ def _wrap_validate_spec_decode() -> None:
         if not hasattr(speculative_config, "token_tree"):
             original(self, speculative_config)
 
-    SamplingParams._validate_spec_decode = _mark(_validate_spec_decode)  # type: ignore[method-assign]
+    SamplingParams._validate_spec_decode = _mark(_validate_spec_decode)

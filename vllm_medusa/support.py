@@ -1,4 +1,5 @@
-"""What is supported: combinations that were not tested are refused when the configuration is built."""
+"""What is supported: combinations that were not tested are refused when the configuration is
+built."""
 
 import os
 from collections.abc import Iterator
@@ -18,8 +19,8 @@ TESTED_ARCHITECTURES = (
 STOCK_CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 MEDUSA_CPU_WORKER = "vllm_medusa.runner.worker.MedusaCPUWorker"
 
-# Lets people try what was not tested. It lifts the check of the architecture only; combinations that
-# are known not to work stay refused.
+# Lets people try what was not tested. It lifts the check of the architecture only; combinations
+# that are known not to work stay refused.
 ALLOW_UNTESTED = "VLLM_MEDUSA_ALLOW_UNTESTED"
 
 
@@ -59,11 +60,11 @@ def _platform_problems(config: VllmConfig) -> Iterator[str]:
     arch = current_platform.get_cpu_architecture()
     if arch != CpuArchEnum.X86:
         yield (
-            f"CPU architecture {arch.name}: its KV cache layout is not the one the tree kernel reads "
-            "('vec', on x86)"
+            f"CPU architecture {arch.name}: its KV cache layout is not the one the tree kernel "
+            "reads ('vec', on x86)"
         )
     if config.use_v2_model_runner:
-        yield "the V2 model runner: unset VLLM_USE_V2_MODEL_RUNNER to use V1, which is the default here"
+        yield "the V2 model runner: unset VLLM_USE_V2_MODEL_RUNNER, the default here is V1"
 
 
 def _model_problems(config: VllmConfig) -> Iterator[str]:
@@ -90,7 +91,7 @@ def _model_problems(config: VllmConfig) -> Iterator[str]:
     }
     for feature, is_there in found.items():
         if is_there:
-            yield f"{feature} (model {model.model}, architecture {model.architecture}): not supported"
+            yield f"{feature} (model {model.model}, architecture {model.architecture})"
     if model.architecture not in TESTED_ARCHITECTURES and not os.environ.get(ALLOW_UNTESTED):
         yield (
             f"architecture {model.architecture} was not tested; tested are "
@@ -109,8 +110,8 @@ def _engine_problems(config: VllmConfig) -> Iterator[str]:
     parallel, cache = config.parallel_config, config.cache_config
     if cache.cache_dtype not in ("auto", "float32", "bfloat16", "float16"):
         yield f"KV cache type {cache.cache_dtype!r}: only unquantised caches, --kv-cache-dtype auto"
-    if cache.block_size % 16:
-        yield f"block size {cache.block_size}: use a multiple of 16, --block-size 128 is the default"
+    if cache.block_size % 32:  # vLLM's CPU attention takes no other, and says so only in the worker
+        yield f"block size {cache.block_size}: use a multiple of 32; the default is 128"
     if parallel.pipeline_parallel_size > 1:
         yield f"pipeline parallel size {parallel.pipeline_parallel_size}: use tensor parallelism"
     if parallel.data_parallel_size > 1:

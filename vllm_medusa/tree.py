@@ -58,7 +58,8 @@ class TokenTree:
         """
         if not isinstance(paths, list | tuple) or not paths:
             raise TreeError(
-                f"a tree is a non-empty list of rank paths such as [[0], [1], [0, 0]]; found {paths!r}"
+                "a tree is a non-empty list of rank paths such as [[0], [1], [0, 0]]; "
+                f"found {paths!r}"
             )
         nodes: list[tuple[int, ...]] = []
         for path in paths:
@@ -79,7 +80,8 @@ class TokenTree:
         missing = sorted({node[:-1] for node in nodes if len(node) > 1} - known)
         if missing:
             raise TreeError(
-                f"tree misses the parents {_show(missing)}: every prefix of a path must be a node too"
+                f"tree misses the parents {_show(missing)}: every prefix of a path must "
+                "be a node too"
             )
         if len(nodes) > MAX_NODES:
             raise TreeError(f"tree has {len(nodes)} nodes, at most {MAX_NODES} can be verified")
@@ -109,7 +111,9 @@ class TokenTree:
         frontier: dict[tuple[int, ...], float] = {(0,): accuracies[0][0]}
         while frontier and len(chosen) < num_nodes:
             # Ties go to the shallower, lower-ranked node, so that growth is reproducible.
-            node = max(frontier, key=lambda path: (frontier[path], [-len(path), *[-r for r in path]]))
+            node = max(
+                frontier, key=lambda path: (frontier[path], [-len(path), *[-r for r in path]])
+            )
             value = frontier.pop(node)
             chosen.append(node)
             depth, rank = len(node), node[-1]
@@ -204,7 +208,8 @@ def read_tree(source: Any, num_heads: int, num_nodes: int | None = None) -> Toke
     """Read the option ``tree``: a list of paths, ``"chain"``, JSON text, or a JSON file.
 
     Args:
-        source: the option's value. A file holds the list itself or an object with the key ``paths``.
+        source: the option's value. A file holds the list itself or an object with the key
+            ``paths``.
         num_heads: heads in the checkpoint; a chain without ``num_nodes`` uses them all.
         num_nodes: how many nodes were asked for, if any; only a chain takes its length from it.
     """
@@ -214,7 +219,8 @@ def read_tree(source: Any, num_heads: int, num_nodes: int | None = None) -> Toke
         return TokenTree.chain(num_nodes or num_heads)
     if not isinstance(source, str | Path):
         raise TreeError(
-            f'tree must be a list of rank paths, "chain", or the path of a JSON file; found {source!r}'
+            'tree must be a list of rank paths, "chain", or the path of a JSON file; '
+            f"found {source!r}"
         )
     text, where = str(source), "the option tree"
     if not text.lstrip().startswith("["):
@@ -239,6 +245,22 @@ def read_tree(source: Any, num_heads: int, num_nodes: int | None = None) -> Toke
         return TokenTree.from_paths(data)
     except TreeError as error:
         raise TreeError(f"{where}: {error}") from None
+
+
+def stored_num_nodes(path: Path) -> int | None:
+    """How many of its nodes a stored tree says to use, if it says so; the rest is there to ask for.
+
+    Raises:
+        TreeError: it says something else than a number from 1 on.
+    """
+    data = json.loads(path.read_text())
+    nodes = data.get("num_speculative_tokens") if isinstance(data, dict) else None
+    if nodes is not None and (type(nodes) is not int or nodes < 1):
+        raise TreeError(
+            f"tree file {path}: num_speculative_tokens is {nodes!r}, expected a whole number "
+            "from 1 on"
+        )
+    return nodes
 
 
 def _show(nodes: Sequence[tuple[int, ...]]) -> str:

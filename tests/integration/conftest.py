@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from vllm import LLM
+from vllm import LLM, RequestOutput
 
+from tests.integration.generation import generate
 from tests.integration.tiny import make_heads, make_model
 
 
@@ -40,28 +41,72 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     return get
 
 
+class Engines:
+    """Engines in this process; asked again with the same arguments, the same one."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, LLM] = {}
+
+    def __call__(self, model: Path, **options: object) -> LLM:
+        key = f"{model} {sorted(options.items())}"
+        if key not in self.running:
+            defaults: dict[str, object] = {
+                "dtype": "float32",
+                "enforce_eager": True,
+                "skip_tokenizer_init": True,
+                "max_model_len": 512,
+                "max_num_seqs": 64,
+                "max_num_batched_tokens": 4096,
+                "enable_prefix_caching": False,
+                "num_gpu_blocks_override": 512,
+                "seed": 0,
+            }
+            self.running[key] = LLM(str(model), **defaults | options)  # type: ignore[arg-type]
+        return self.running[key]
+
+    def stop(self) -> None:
+        for llm in self.running.values():
+            llm.llm_engine.engine_core.shutdown()
+        self.running.clear()
+        gc.collect()
+
+
 @pytest.fixture
-def engine() -> Iterator[Callable[..., LLM]]:
-    """Engines in this process, shut down at the test's end."""
-    engines: list[LLM] = []
+def engine() -> Iterator[Engines]:
+    """Engines that are shut down at the test's end."""
+    engines = Engines()
+    yield engines
+    engines.stop()
 
-    def start(model: Path, **options: object) -> LLM:
-        defaults: dict[str, object] = {
-            "dtype": "float32",
-            "enforce_eager": True,
-            "skip_tokenizer_init": True,
-            "max_model_len": 512,
-            "max_num_seqs": 64,
-            "max_num_batched_tokens": 4096,
-            "enable_prefix_caching": False,
-            "seed": 0,
-        }
-        llm = LLM(str(model), **defaults | options)  # type: ignore[arg-type]
-        engines.append(llm)
-        return llm
 
-    yield start
-    for llm in engines:
-        llm.llm_engine.engine_core.shutdown()
-    del engines[:]
-    gc.collect()
+@pytest.fixture(scope="module")
+def module_engine() -> Iterator[Engines]:
+    """Engines that the tests of a module share."""
+    engines = Engines()
+    yield engines
+    engines.stop()
+
+
+@pytest.fixture(scope="session")
+def plain_engine() -> Iterator[Engines]:
+    """Engines without speculation, for references; shared by all tests."""
+    engines = Engines()
+    yield engines
+    engines.stop()
+
+
+@pytest.fixture(scope="session")
+def reference(plain_engine: Engines) -> Callable[..., list[RequestOutput]]:
+    """What vLLM says without speculation: like ``generate`` with a model's folder for the engine.
+
+    All prompts are read whole, in one batch. Computed once for the same arguments.
+    """
+    known: dict[str, list[RequestOutput]] = {}
+
+    def get(model: Path, prompts: list[list[int]], each=None, **params) -> list[RequestOutput]:
+        key = repr((model, prompts, each, sorted(params.items())))
+        if key not in known:
+            known[key] = generate(plain_engine(model), prompts, each, **params)
+        return known[key]
+
+    return get

@@ -1,8 +1,10 @@
 """Running an engine on prompts of token ids, with and without speculation."""
 
 import random
+from collections.abc import Iterable, Mapping, Sequence
 
 from vllm import LLM, RequestOutput, SamplingParams
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 # The shape of the original Medusa's trees: 63 nodes, 10 of them at depth 1, four deep.
 BUSHY = [
@@ -20,6 +22,12 @@ BUSHY = [
     *[[0, 1, 0, r] for r in range(2)],
     *[[1, 0, 0, r] for r in range(2)],
     [2, 0, 0, 0], [1, 1, 0, 0],
+]  # fmt: skip
+
+# Small enough to be quick, with branches at every depth down to 5.
+SMALL_BUSHY = [
+    [0], [1], [0, 0], [2], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0], [0, 1, 0],
+    [2, 0], [0, 0, 0, 0], [0, 0, 1, 0], [1, 0, 0, 0], [1, 0, 0, 0, 0],
 ]  # fmt: skip
 
 TREES: dict[str, object] = {
@@ -47,26 +55,65 @@ def make_prompts(
     ]
 
 
-def generate(llm: LLM, prompts: list[list[int]], **params: object) -> list[RequestOutput]:
-    """All prompts in one batch; greedy unless told otherwise."""
+def sampling_params(**params: object) -> SamplingParams:
+    """Greedy, 100 tokens, past the end-of-sequence token, unless told otherwise."""
     defaults: dict[str, object] = {
         "temperature": 0.0,
         "max_tokens": 100,
         "ignore_eos": True,
         "detokenize": False,
     }
-    sampling = SamplingParams(**defaults | params)  # type: ignore[arg-type]
+    return SamplingParams(**defaults | params)  # type: ignore[arg-type]
+
+
+def generate(
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    each: Iterable[Mapping[str, object]] | None = None,
+    **params: object,
+) -> list[RequestOutput]:
+    """All prompts in one batch.
+
+    Args:
+        llm: the engine.
+        prompts: token ids.
+        each: sampling parameters of each prompt, besides those for all.
+        params: sampling parameters of all prompts.
+    """
+    own: Iterable[Mapping[str, object]] = [{}] * len(prompts) if each is None else each
     return llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        [sampling_params(**{**params, **mine}) for mine in own],
+        use_tqdm=False,
     )
 
 
-def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+def tokens(outputs: Iterable[RequestOutput]) -> list[list[int]]:
     """The generated token ids of each request."""
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def endings(outputs: Iterable[RequestOutput]) -> list[tuple[str | None, int | str | None]]:
+    """Why each request ended, and the token that stopped it."""
+    return [
+        (output.outputs[0].finish_reason, output.outputs[0].stop_reason) for output in outputs
+    ]
+
+
+def continuations(
+    prompts: Sequence[list[int]], texts: Sequence[list[int]]
+) -> dict[tuple[int, ...], list[int]]:
+    """What the oracle is to know: prompt -> the tokens that the target says after it."""
+    return {tuple(prompt): text for prompt, text in zip(prompts, texts, strict=True)}
 
 
 def medusa(heads: object, tree: object, **options: object) -> dict[str, object]:
     """Engine arguments that ask for Medusa."""
     config = {"method": "medusa", "model": str(heads), "tree": tree, **options}
     return {"speculative_config": config}
+
+
+def runner_of(llm: LLM) -> GPUModelRunner:
+    """The model runner of an engine in this process."""
+    core = llm.llm_engine.engine_core.engine_core
+    return core.model_executor.driver_worker.worker.model_runner

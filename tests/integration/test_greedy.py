@@ -2,13 +2,16 @@
 
 import pytest
 
-from tests.integration.generation import TREES, generate, make_prompts, medusa, tokens
+from tests.integration.generation import (
+    TREES,
+    continuations,
+    generate,
+    make_prompts,
+    medusa,
+    tokens,
+)
 from tests.integration.oracle import Oracle, oracle_drafts
 from tests.integration.tiny import VOCAB
-
-
-def continuations(prompts, outputs):
-    return {tuple(prompt): said for prompt, said in zip(prompts, outputs, strict=True)}
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,8 @@ def make_model(
     seed: int = 0,
     **overrides: object,
 ) -> Path:
-    """Save a two-layer model. Large initial weights make its text lively and its top logits distinct."""
+    """Save a two-layer model. Large initial weights make its text lively and its top logits
+    distinct."""
     import transformers
 
     config_class = {

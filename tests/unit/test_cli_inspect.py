@@ -17,11 +17,13 @@ HIDDEN, VOCAB = 4, 6
 @pytest.fixture
 def heads(tmp_path: Path) -> Path:
     """Two v0.1 heads of one layer, with a config and a tree of three nodes."""
-    write(tmp_path, torch.ones(VOCAB, HIDDEN))
+    folder = tmp_path / "[bold]heads"  # brackets must not be taken for rich's markup
+    folder.mkdir()
+    write(folder, torch.ones(VOCAB, HIDDEN))
     config = {"medusa_num_heads": 2, "base_model_name_or_path": "org/target"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "medusa_tree.json").write_text(json.dumps({"paths": [[0], [1], [0, 0]]}))
-    return tmp_path
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "medusa_tree.json").write_text(json.dumps({"paths": [[0], [1], [0, 0]]}))
+    return folder
 
 
 def write(folder: Path, lm_head: torch.Tensor) -> None:
@@ -48,7 +50,7 @@ def test_table(
     assert found["format"] == "medusa-v0.1"
     assert found["made for"] == "org/target"
     assert found["number of heads"] == "2"
-    assert found["shape of block_weight"] == "[2, 1, 4, 4]"  # brackets are no markup
+    assert found["shape of block_weight"] == "[2, 1, 4, 4]"
     assert found["shape of lm_head"] == "[2, 6, 4]"
     assert found["LM head"] == "one of their own per head, 6 tokens"
     assert found["parameters"] == "80"

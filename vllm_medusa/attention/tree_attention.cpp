@@ -20,6 +20,7 @@
 #include <cstring>
 #include <new>
 #include <numeric>
+#include <type_traits>
 
 #include <omp.h>
 #if defined(__F16C__)
@@ -72,6 +73,8 @@ constexpr int kMaxHeadSize = 512;
 constexpr int kQueryStride = kMaxHeadSize + 16;
 // Below any real score, and finite, so that differences of two of them are not NaN.
 constexpr float kLowest = -1e30f;
+// Up to so many rows, 16-bit K and V are converted as they are loaded; for more, once per tile.
+constexpr int kDirectRows = 4;
 constexpr int64_t kMinChunk = 64;
 constexpr int64_t kMaxChunk = 1024;
 
@@ -149,25 +152,35 @@ inline Vec exp2_vec(Vec x) {
 
 inline float exp2_scalar(float x) { return exp2_vec(splat(x))[0]; }
 
+// Folds N numbers onto half as many, again and again, until one is left. (Folding half vectors
+// would take fewer instructions, but makes GCC keep the loop before it in memory.)
+template <int N, typename Combine>
+inline float fold(const float* numbers, Combine combine) {
+  if constexpr (N == 1) {
+    return numbers[0];
+  } else {
+    float folded[N / 2];
+#pragma GCC unroll 8
+    for (int i = 0; i < N / 2; i++) folded[i] = combine(numbers[i], numbers[i + N / 2]);
+    return fold<N / 2>(folded, combine);
+  }
+}
+
 inline float largest(Vec x) {
   float lanes[kLanes];
   store(lanes, x);
-  for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; i++) lanes[i] = std::max(lanes[i], lanes[i + half]);
-  return lanes[0];
+  return fold<kLanes>(lanes, [](float a, float b) { return a > b ? a : b; });
 }
 
 inline float total(Vec x) {
   float lanes[kLanes];
   store(lanes, x);
-  for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-  return lanes[0];
+  return fold<kLanes>(lanes, [](float a, float b) { return a + b; });
 }
 
 // c[ROWS, VECS * kLanes] (+)= a[ROWS, depth] * b[depth, VECS * kLanes].
-template <int ROWS, int VECS, int A_STRIDE, bool ACCUMULATE>
-inline void multiply_block(const float* a, const float* b, int64_t b_stride, float* c,
+template <int ROWS, int VECS, int A_STRIDE, bool ACCUMULATE, typename B>
+inline void multiply_block(const float* a, const B* b, int64_t b_stride, float* c,
                            int64_t c_stride, int64_t depth) {
   Vec sums[ROWS][VECS];
 #pragma GCC unroll 16
@@ -192,8 +205,8 @@ inline void multiply_block(const float* a, const float* b, int64_t b_stride, flo
     for (int v = 0; v < VECS; v++) store(c + r * c_stride + v * kLanes, sums[r][v]);
 }
 
-template <int ROWS, int A_STRIDE, bool ACCUMULATE>
-inline void multiply(const float* a, const float* b, int64_t b_stride, float* c, int64_t c_stride,
+template <int ROWS, int A_STRIDE, bool ACCUMULATE, typename B>
+inline void multiply(const float* a, const B* b, int64_t b_stride, float* c, int64_t c_stride,
                      int64_t depth, int64_t columns) {
   // Few rows need more vectors, to keep enough independent sums in flight.
   constexpr int kWide = ROWS * 2 <= kMaxRows ? 4 : 2;
@@ -204,16 +217,18 @@ inline void multiply(const float* a, const float* b, int64_t b_stride, float* c,
     multiply_block<ROWS, 1, A_STRIDE, ACCUMULATE>(a, b + j, b_stride, c + j, c_stride, depth);
 }
 
-// Consecutive tokens of one block, as float32.
+// Consecutive tokens of one block, B being the type of the cache or float32.
+template <typename B>
 struct Piece {
-  const float* keys;  // [head_size, >= tokens rounded up to kLanes], row stride key_stride
-  const float* values;  // [tokens, head_size]
+  const B* keys;    // [head_size, >= tokens rounded up to kLanes], row stride key_stride
+  const B* values;  // [tokens, head_size]
   int64_t key_stride;
   int64_t offset, tokens;  // within the tile
 };
 
+template <typename B>
 struct Tile {
-  Piece pieces[kTile / kGranule];
+  Piece<B> pieces[kTile / kGranule];
   int num_pieces;
   int64_t tokens;
   int64_t tree_start;  // where the context ends, counted from the tile's first token
@@ -232,21 +247,20 @@ struct Rows {
 };
 
 // Bits position .. position + kLanes - 1 of a row's mask over all tokens, position 0 being the
-// root. Context tokens (negative positions) are always visible.
+// root, for position > -kLanes. Context tokens (negative positions) are always visible.
 inline uint32_t visible(unsigned __int128 mask, int64_t position) {
   if (position >= kMaxTreeRows) return 0;
   if (position >= 0) return uint32_t(mask >> position);
-  if (position <= -kLanes) return ~0u;
   return uint32_t(mask << -position) | ((1u << -position) - 1);
 }
 
-template <int ROWS>
-void attend(const Rows& rows, int64_t first_row, const Tile& tile) {
+template <int ROWS, typename B>
+void attend(const Rows& rows, int64_t first_row, const Tile<B>& tile) {
   alignas(64) float scores[ROWS * kTile];
   const int64_t padded = (tile.tokens + kLanes - 1) / kLanes * kLanes;
   const float* query = rows.query + first_row * kQueryStride;
   for (int i = 0; i < tile.num_pieces; i++) {
-    const Piece& piece = tile.pieces[i];
+    const Piece<B>& piece = tile.pieces[i];
     const int64_t columns = (piece.tokens + kLanes - 1) / kLanes * kLanes;
     multiply<ROWS, kQueryStride, false>(query, piece.keys, piece.key_stride,
                                         scores + piece.offset, kTile, rows.head_size, columns);
@@ -300,7 +314,7 @@ void attend(const Rows& rows, int64_t first_row, const Tile& tile) {
 
   float* sums = rows.sums + first_row * rows.head_size;
   for (int i = 0; i < tile.num_pieces; i++) {
-    const Piece& piece = tile.pieces[i];
+    const Piece<B>& piece = tile.pieces[i];
     // Exactly the tokens there are: what lies behind them in the block may be NaN.
     multiply<ROWS, kTile, true>(scores + piece.offset, piece.values, rows.head_size, sums,
                                 rows.head_size, piece.tokens, rows.head_size);
@@ -308,9 +322,9 @@ void attend(const Rows& rows, int64_t first_row, const Tile& tile) {
 }
 
 // attend<rows> for a number of rows known at run time.
-template <int ROWS = 1>
-void attend_rows(int64_t num_rows, const Rows& rows, int64_t first_row, const Tile& tile) {
-  if constexpr (ROWS < kMaxRows) {
+template <int ROWS = 1, typename B>
+void attend_rows(int64_t num_rows, const Rows& rows, int64_t first_row, const Tile<B>& tile) {
+  if constexpr (ROWS < (sizeof(B) == 4 ? kMaxRows : kDirectRows)) {
     if (num_rows != ROWS) return attend_rows<ROWS + 1>(num_rows, rows, first_row, tile);
   }
   attend<ROWS>(rows, first_row, tile);
@@ -484,15 +498,10 @@ class TreeAttention {
     std::fill(rows.max, rows.max + num_rows, kLowest);
     std::fill(rows.weight, rows.weight + num_rows, 0.0f);
 
-    const int64_t groups = (num_rows + kMaxRows - 1) / kMaxRows;
-    for (int64_t first = item.first; first < item.last; first += kTile) {
-      Tile tile;
-      make_tile(job, first, item.last, converted, tile);
-      for (int64_t g = 0; g < groups; g++) {
-        const int64_t row = num_rows * g / groups;
-        attend_rows(num_rows * (g + 1) / groups - row, rows, row, tile);
-      }
-    }
+    if (num_rows <= kDirectRows)
+      attend_tiles<T>(item, rows, num_rows, converted);
+    else
+      attend_tiles<float>(item, rows, num_rows, converted);
     if (job.partials) return;
     for (int64_t i = 0; i < num_rows; i++) {
       T* target = output_row(job.request, job.kv_head, i);
@@ -507,12 +516,27 @@ class TreeAttention {
            (kv_head * group_ + row % group_) * shape_.head_size;
   }
 
-  // The tokens from `first` to `last`, at most kTile: pointers into the cache if it holds float32, else
-  // a float32 copy of just this tile, because each element is used by many rows.
+  template <typename B>
+  void attend_tiles(const Item& item, const Rows& rows, int64_t num_rows, float* converted) const {
+    const int64_t groups = (num_rows + kMaxRows - 1) / kMaxRows;
+    for (int64_t first = item.first; first < item.last; first += kTile) {
+      Tile<B> tile;
+      make_tile(*item.job, first, item.last, converted, tile);
+      for (int64_t g = 0; g < groups; g++) {
+        const int64_t row = num_rows * g / groups;
+        attend_rows(num_rows * (g + 1) / groups - row, rows, row, tile);
+      }
+    }
+  }
+
+  // The tokens from `first` to `last`, at most kTile: pointers into the cache, or a float32 copy of
+  // just this tile.
+  template <typename B>
   void make_tile(const Job& job, int64_t first, int64_t last, float* converted,
-                 Tile& tile) const {
+                 Tile<B>& tile) const {
     const int64_t block_size = shape_.block_size, head_size = shape_.head_size;
     const int32_t* blocks = rows_.block_table + job.request * rows_.block_table_stride;
+    float* converted_values = converted + kTile * head_size;
     tile.tokens = std::min<int64_t>(kTile, last - first);
     tile.tree_start = rows_.seq_lens[job.request] - num_nodes(job.request) - first;
     tile.num_pieces = 0;
@@ -523,20 +547,19 @@ class TreeAttention {
                        job.kv_head * shape_.kv_head_stride;
       const T* keys = block + place;
       const T* values = block + (block_size + place) * head_size;
-      if constexpr (sizeof(T) == 4) {
+      if constexpr (std::is_same_v<B, T>) {
         tile.pieces[tile.num_pieces++] = {keys, values, block_size, offset, tokens};
       } else {
-        float* float_values = converted + kTile * head_size + offset * head_size;
         for (int64_t d = 0; d < head_size; d++)
           for (int64_t j = 0; j < tokens; j += kLanes)
             store(converted + d * kTile + offset + j, load(keys + d * block_size + j));
         for (int64_t j = 0; j < tokens * head_size; j += kLanes)
-          store(float_values + j, load(values + j));
+          store(converted_values + offset * head_size + j, load(values + j));
       }
       offset += tokens;
     }
-    if constexpr (sizeof(T) != 4) {
-      tile.pieces[0] = {converted, converted + kTile * head_size, kTile, 0, tile.tokens};
+    if constexpr (!std::is_same_v<B, T>) {
+      tile.pieces[0] = {converted, converted_values, kTile, 0, tile.tokens};
       tile.num_pieces = 1;
     }
   }

@@ -116,6 +116,6 @@ def _print_table(report: dict[str, Any]) -> None:
     ]
     table = Table(show_header=False)
     for name, value in rows:
-        # Text, as a str would have [1, 2] taken for markup.
+        # Text: in a str, rich takes [bold] for markup, and paths may hold that.
         table.add_row(Text(name), Text(str(value)))
     Console().print(table)

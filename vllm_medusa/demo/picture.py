@@ -33,7 +33,7 @@ def draw(report: Report, rounds: Sequence[Round], path: Path) -> None:
     axes.set_ylabel("tokens per second, decoding")
     axes.set_title(f"SmolLM2-135M-Instruct, float32, batch 1, {report.machine['CPU']}")
     # Above the bars, so that it hides none.
-    axes.set_ylim(top=axes.get_ylim()[1] * 1.25)
+    axes.set_ylim(top=axes.get_ylim()[1] * 1.3)
     axes.legend(loc="upper left", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     if any(each.disturbed for each in rounds):

@@ -19,9 +19,6 @@ class Spread:
     low: float
     high: float
 
-    def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
-
 
 @dataclass(frozen=True)
 class Row:
@@ -107,7 +104,7 @@ def overall_speed(generation: Generation) -> float:
     return generation.counts[-1] / generation.times[-1]
 
 
-HEADINGS = ("", "tokens/s", "ratio", "chat", "code", "with prefill", "tokens/step", "same text")
+HEADINGS = ("", "tok/s", "ratio", "quartiles", "chat", "code", "whole", "tok/step", "same text")
 
 
 def cells(report: Report) -> list[tuple[str, ...]]:
@@ -116,7 +113,8 @@ def cells(report: Report) -> list[tuple[str, ...]]:
         (
             row.name,
             f"{row.tokens_per_second:.1f}",
-            str(row.ratio),
+            f"{row.ratio.median:.2f}",
+            f"{row.ratio.low:.2f}-{row.ratio.high:.2f}",
             f"{row.ratio_chat.median:.2f}",
             f"{row.ratio_code.median:.2f}",
             f"{row.ratio_with_prefill.median:.2f}",
@@ -132,9 +130,10 @@ def explanation(report: Report) -> str:
     text = (
         f"{report.prompts} prompts (MT-bench and HumanEval), up to {MAX_TOKENS} tokens, greedy, "
         "batch 1, float32. All engines were alive at once and took turns at every prompt. "
-        "tokens/s: decoding, without the prefill, the median prompt. ratio: to the first row, "
-        "prompt by prompt, the median (and quartiles); chat and code alone; with prefill, the "
-        "whole request. same text: token by token. "
+        "tok/s: decoding, without the prefill, the median prompt. ratio: to the first row, prompt "
+        "by prompt, the median with its quartiles; then that of the chat and the code prompts "
+        "alone, and that of the whole request, prefill included. tok/step: tokens per decoding "
+        "step. same text: answers equal to the first row's, token by token. "
     )
     if report.disturbed:
         return text + (
@@ -175,5 +174,31 @@ def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> li
 
 
 def as_json(report: Report, rounds: Sequence[Round]) -> dict[str, Any]:
-    """The report and everything it was made from, for `json.dump`."""
-    return asdict(report) | {"rounds": [asdict(each) for each in rounds]}
+    """The report and what it was made from, prompt by prompt, for `json.dump`."""
+    return asdict(report) | {
+        "rounds": [
+            {
+                "prompt": each.prompt.name,
+                "kind": each.prompt.kind,
+                "disturbed": each.disturbed,
+                "variants": {
+                    row.name: generation_as_json(generation)
+                    for row, generation in zip(report.rows, each.generations, strict=True)
+                },
+            }
+            for each in rounds
+        ]
+    }
+
+
+def generation_as_json(generation: Generation) -> dict[str, float]:
+    """What the table is made of, for one answer."""
+    return {
+        "tokens": generation.counts[-1],
+        "steps": len(generation.counts),
+        "prefill_seconds": round(generation.times[0], 4),
+        "decode_seconds": round(generation.times[-1] - generation.times[0], 4),
+        "tokens_per_second": round(generation.tokens_per_second, 3),
+        "tokens_per_step": round(tokens_per_step([generation]), 4),
+        "other_cores_busy": round(generation.others, 3),
+    }

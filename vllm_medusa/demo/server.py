@@ -115,6 +115,10 @@ class Server:
             raise RuntimeError(self.failure(f"still ran {STOP_SECONDS} s after SIGINT")) from None
         if status != 0:
             raise RuntimeError(self.failure(f"ended with status {status} after SIGINT"))
+        # The front end is through; the processes behind it may take a moment to notice.
+        deadline = time.monotonic() + STOP_SECONDS
+        while group_exists(group) and time.monotonic() < deadline:
+            time.sleep(0.1)
         if group_exists(group):
             self.kill()
             raise RuntimeError(self.failure("left processes behind after SIGINT"))

@@ -1,7 +1,7 @@
 """The heads as a module: hidden states of the target in, the best tokens of every head out.
 
-Head k is a stack of residual blocks x + SiLU(W x + b) on the target's last hidden state, and an LM head:
-its own, or the target's (Medusa paper, arXiv 2401.10774, section 2.1).
+Head k is a stack of residual blocks x + SiLU(W x + b) on the target's last hidden state, and an LM
+head: its own, or the target's (Medusa paper, arXiv 2401.10774, section 2.1).
 """
 
 import torch
@@ -16,36 +16,61 @@ from vllm.model_executor.layers.utils import dispatch_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 
-from vllm_medusa.heads.checkpoint import HeadsError, HeadsInfo, inspect_heads, load_heads
+from vllm_medusa.heads.checkpoint import (
+    HeadsError,
+    HeadsInfo,
+    inspect_heads,
+    load_heads,
+)
 
 
 class MedusaHeads(nn.Module):
     """K heads beside a target model.
 
-    Under tensor parallelism the blocks are replicated (they are small) and the LM heads are split by
-    vocabulary: every rank computes the logits of its own part only, and ranks exchange their best
-    tokens, never logits.
+    Under tensor parallelism the blocks are replicated (they are small) and the LM heads are split
+    over the vocabulary. Every rank computes the logits of its own part only, and ranks exchange
+    their best tokens, never logits.
     """
 
     def __init__(
-        self, heads: str, revision: str | None, target: nn.Module, model: ModelConfig
+        self,
+        heads: str,
+        revision: str | None,
+        target: nn.Module,
+        model: ModelConfig,
+        num_heads: int | None = None,
     ) -> None:
+        """Load heads for a loaded target.
+
+        Args:
+            heads: folder or hub id, as ``inspect_heads`` takes it.
+            revision: of the hub id.
+            target: the loaded target; its LM head is shared by heads that have none.
+            model: the target's configuration.
+            num_heads: keep the first so many heads only; None: all.
+
+        Raises:
+            HeadsError: bad tensors, or an LM head that cannot be shared.
+        """
         super().__init__()
         self.info: HeadsInfo = inspect_heads(heads, revision)
         rank, world = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        self.num_heads = self.info.num_heads
+        self.num_heads = num_heads or self.info.num_heads
         own_rows = None
         if self.info.vocab_size is not None:
             # Split as evenly as can be; the ranks need not follow the target's split.
             size = self.info.draft_vocab_size or model.get_vocab_size()
             own_rows = slice(size * rank // world, size * (rank + 1) // world)
         weights = load_heads(heads, revision, dtype=model.dtype, lm_head_rows=own_rows)
-        self.block_weight = _frozen(weights.block_weight.transpose(2, 3).contiguous())
-        self.block_bias = (
-            None if weights.block_bias is None else _frozen(weights.block_bias[:, :, None])
-        )
+        # [K, L, in, out], and [K, L, 1, out] to be added to every row.
+        blocks = weights.block_weight[: self.num_heads]
+        self.block_weight = _frozen(blocks.transpose(2, 3).contiguous())
+        self.block_bias = None
+        if weights.block_bias is not None:
+            self.block_bias = _frozen(weights.block_bias[: self.num_heads, :, None].contiguous())
         if weights.lm_head is not None:
-            self.lm_heads = nn.ModuleList(Projection(weight) for weight in weights.lm_head)
+            own = weights.lm_head[: self.num_heads]
+            self.lm_heads = nn.ModuleList(Projection(weight) for weight in own)
             self.register_buffer("token_ids", _ids_of_rows(weights.token_map, own_rows))
         else:
             lm_head, token_ids = _shared_lm_head(target, weights.token_map, str(self.info.path))
@@ -74,7 +99,7 @@ class MedusaHeads(nn.Module):
             Token ids of the target's vocabulary, int64 [K, B, num_tokens].
         """
         states = self(hidden_states)
-        if len(self.lm_heads) == 1:  # shared: one product for all heads
+        if len(self.lm_heads) == 1:  # shared (or one head only): one product for all
             logits = self.lm_heads[0](states.flatten(0, 1)).unflatten(0, states.shape[:2])
         else:
             logits = torch.stack(
@@ -93,8 +118,8 @@ class MedusaHeads(nn.Module):
 class Projection(nn.Module):
     """x W^T through the product vLLM uses for unquantised layers (oneDNN on CPUs).
 
-    vLLM picks the product for a layer that holds a ``weight``; this is such a layer, outside of vLLM's
-    loading of the target.
+    vLLM picks the product for a layer that holds a ``weight``; this is such a layer, outside of
+    vLLM's loading of the target.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
@@ -141,8 +166,8 @@ def _shared_lm_head(
     lm_head = getattr(target, "lm_head", None)
     if lm_head is None or not hasattr(lm_head, "shard_indices"):
         raise HeadsError(
-            f"medusa heads {heads} hold no LM head, and the target {type(target).__name__} has none to "
-            "share ('lm_head'): use heads with their own LM heads"
+            f"medusa heads {heads} hold no LM head, and the target {type(target).__name__} "
+            "has none to share ('lm_head'): use heads with their own LM heads"
         )
     shard = lm_head.shard_indices
     start, stop = shard.org_vocab_start_index, shard.org_vocab_end_index
@@ -150,9 +175,9 @@ def _shared_lm_head(
         return SharedLMHead(lm_head), torch.arange(start, stop)
     if not isinstance(lm_head.quant_method, UnquantizedEmbeddingMethod):
         raise HeadsError(
-            f"medusa heads {heads} use a draft vocabulary (token_map), which needs rows of the target's "
-            f"LM head, but that is quantised ({type(lm_head.quant_method).__name__}): use heads "
-            "without token_map, or with their own LM heads"
+            f"medusa heads {heads} use a draft vocabulary (token_map), which needs rows of the "
+            f"target's LM head, but that is quantised ({type(lm_head.quant_method).__name__}): "
+            "use heads without token_map, or with their own LM heads"
         )
     mine = token_map[(token_map >= start) & (token_map < stop)]
     return Projection(lm_head.weight.data[mine - start].contiguous()), mine
@@ -161,7 +186,8 @@ def _shared_lm_head(
 def _merge_ranks(
     values: torch.Tensor, tokens: torch.Tensor, num_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Best tokens over all ranks, from each rank's best: 2 x num_tokens numbers per row and rank."""
+    """Best tokens over all ranks, from each rank's best: 2 x num_tokens numbers per row and
+    rank."""
     missing = num_tokens - values.shape[-1]  # a rank may hold fewer tokens than are asked for
     values = nn.functional.pad(values.float(), (0, missing), value=-torch.inf)
     tokens = nn.functional.pad(tokens, (0, missing))

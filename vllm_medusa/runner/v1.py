@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.sample.logits_processor.builtin import (
@@ -31,7 +30,6 @@ from vllm_medusa.bank import TreeBank
 from vllm_medusa.compaction import accepted_moves
 from vllm_medusa.drafter import MedusaDrafter
 
-logger = init_logger(__name__)
 
 NO_LIMIT = 2**31 - 1
 
@@ -60,7 +58,7 @@ class MedusaCPUModelRunner(CPUModelRunner):
             super().load_model(load_dummy_weights)
         check_attention_layers(self.compilation_config.static_forward_context)
 
-    # -- before the forward pass ---------------------------------------------------------------------
+    # -- before the forward pass -------------------------------------------------------------------
 
     def _build_attention_metadata(self, num_tokens: int, num_reqs: int, *args: Any, **kwargs: Any):  # type: ignore[no-untyped-def]
         # vLLM counts, per request, the drafts of this step: -1 where a prompt chunk is read.
@@ -80,7 +78,8 @@ class MedusaCPUModelRunner(CPUModelRunner):
             yield builder
 
     def _set_depth_positions(self, num_nodes: torch.Tensor, num_tokens: int) -> None:
-        """Node positions: linear as vLLM's slots (computed already), by depth for the rotary embedding.
+        """Node positions: linear as vLLM's slots (computed already), by depth for the rotary
+        embedding.
 
         In place: ``positions`` is the buffer that the forward pass reads.
         """
@@ -92,7 +91,7 @@ class MedusaCPUModelRunner(CPUModelRunner):
         # token drawn from the target equals -1, so nothing of it is kept.
         self.input_ids.gpu[:num_tokens].clamp_(min=0)
 
-    # -- acceptance and compaction -------------------------------------------------------------------
+    # -- acceptance and compaction -----------------------------------------------------------------
 
     def _sample(
         self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
@@ -127,17 +126,18 @@ class MedusaCPUModelRunner(CPUModelRunner):
             move_slots(self.kv_caches, source, target)
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any):  # type: ignore[no-untyped-def]
-        # vLLM rewinds the generators of requests whose token is discarded, which fails on CPUs ("CPU
-        # Generator does not use offset"). The walk draws nothing for them: there is nothing to rewind.
+        # vLLM rewinds the generators of requests whose token is discarded, which fails on CPUs
+        # ("CPU Generator does not use offset"). The walk draws nothing for them: there is nothing
+        # to rewind.
         generators, self.input_batch.generators = self.input_batch.generators, {}
         try:
             return super()._bookkeeping_sync(*args, **kwargs)
         finally:
             self.input_batch.generators = generators
 
-    # -- drafting ------------------------------------------------------------------------------------
+    # -- drafting ----------------------------------------------------------------------------------
 
-    def propose_draft_token_ids(  # type: ignore[override]
+    def propose_draft_token_ids(
         self,
         scheduler_output: Any,
         sampled_token_ids: list[list[int]],
@@ -162,7 +162,8 @@ class MedusaCPUModelRunner(CPUModelRunner):
         return drafts
 
     def _can_speculate(self, index: int) -> bool:
-        """Whether the request's rules can be followed along a path; if not it is served without trees."""
+        """Whether the request's rules can be followed along a path; if not it is served without
+        trees."""
         params = self.requests[self.input_batch.req_ids[index]].sampling_params
         return params is not None and params.structured_outputs is None and not _has_budget(params)
 
@@ -193,7 +194,8 @@ class _Target:
         limits = {}
         for processor in self.metadata.logitsprocs.non_argmax_invariant:
             if isinstance(processor, MinTokensLogitsProcessor):
-                # Stop tokens are masked as of this step's start; that holds until min_tokens is met.
+                # Stop tokens are masked as of this step's start; that holds until min_tokens is
+                # met.
                 for index, (min_tokens, output, *_) in processor.min_toks.items():
                     limits[index] = min_tokens - len(output)
         if not limits:
@@ -298,7 +300,7 @@ def check_attention_layers(layers: dict[str, Any]) -> None:
     from vllm.v1.attention.backend import AttentionType
 
     for name, layer in layers.items():
-        impl = getattr(layer, "impl", None)
+        impl: Any = getattr(layer, "impl", None)
         if not isinstance(layer, Attention):
             raise ValueError(f"medusa cannot serve layer {name} of type {type(layer).__name__}")
         found = {
@@ -313,5 +315,3 @@ def check_attention_layers(layers: dict[str, Any]) -> None:
         for feature, is_there in found.items():
             if is_there:
                 raise ValueError(f"medusa cannot serve {feature} (layer {name})")
-
-

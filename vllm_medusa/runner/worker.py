@@ -11,8 +11,8 @@ class MedusaCPUWorker(cpu_worker.CPUWorker):
 
     def init_device(self) -> None:
         stock = cpu_worker.CPUModelRunner
-        cpu_worker.CPUModelRunner = MedusaCPUModelRunner  # type: ignore[misc]
+        cpu_worker.CPUModelRunner = MedusaCPUModelRunner
         try:
             super().init_device()
         finally:
-            cpu_worker.CPUModelRunner = stock  # type: ignore[misc]
+            cpu_worker.CPUModelRunner = stock

@@ -1,0 +1,191 @@
+"""Where the time of a step goes, and what a step over T tokens costs.
+
+One engine, in this process, compiled as it is served. Every prompt is answered greedily with trees of
+0 (no speculation), 1, 2, 3, ... nodes in turn, so that all sizes are measured side by side; the time of
+every decoding step is split into its parts. From that: tokens per step by size (a property of heads
+and tree), the cost of a step by size (a property of the machine), the bound on the speed-up they
+give together, and what was reached.
+
+    make bench-step            # or: python benchmarks/step_time.py MODEL HEADS --json FILE
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from vllm_medusa.demo.engine import compile_environment
+from vllm_medusa.demo.load import LoadMeter
+from vllm_medusa.demo.machine import describe_machine
+from vllm_medusa.demo.prompts import demo_prompts
+
+# Parts of a step that run inside others; what is left of the whole is the engine's.
+PARTS = ("forward", "LM head", "acceptance", "compaction", "drafting")
+
+
+class StepClock:
+    """Seconds of each part of the current step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def time(self, owner: Any, name: str, part: str) -> None:
+        """Add the time spent in ``owner.name`` to a part from now on."""
+        function = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[part] += time.perf_counter() - started
+
+        setattr(owner, name, timed)
+
+    def take(self) -> dict[str, float]:
+        """The parts of the step, and start anew."""
+        seconds = dict(self.seconds)
+        self.seconds.clear()
+        # Compaction is called within acceptance.
+        seconds["acceptance"] = seconds.get("acceptance", 0.0) - seconds.get("compaction", 0.0)
+        return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("heads")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 3, 4, 5, 7, 11, 15, 31, 63])
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+
+    os.environ |= compile_environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        args.model,
+        dtype="float32",
+        max_model_len=2048,
+        max_num_seqs=4,
+        enable_prefix_caching=False,
+        enforce_eager=args.eager,
+        speculative_config={
+            "method": "medusa",
+            "model": args.heads,
+            "num_speculative_tokens": max(args.nodes),
+        },
+    )
+    engine = llm.llm_engine
+    core = engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    clock = StepClock()
+    clock.time(runner, "_model_forward", "forward")
+    clock.time(runner.model, "compute_logits", "LM head")
+    clock.time(runner, "_sample", "acceptance")
+    clock.time(runner, "_compact", "compaction")
+    clock.time(runner, "propose_draft_token_ids", "drafting")
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
+    tokenizer = llm.get_tokenizer()
+    sizes = [0, *args.nodes]
+    steps: dict[int, list[dict[str, float]]] = {size: [] for size in sizes}
+    tokens = dict.fromkeys(sizes, 0)
+    seconds: dict[int, list[float]] = {size: [] for size in sizes}
+    meter = LoadMeter()
+    started = time.process_time()
+    for number, prompt in enumerate(demo_prompts()[: args.prompts]):
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt.text}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        for turn in range(len(sizes)):
+            size = sizes[(number + turn) % len(sizes)]
+            core.scheduler.num_spec_tokens = size
+            engine.add_request(f"{number}-{size}", {"prompt_token_ids": ids}, sampling)
+            before, answer = 0, 0.0
+            while engine.has_unfinished_requests():
+                begun = time.perf_counter()
+                outputs = engine.step()
+                whole = time.perf_counter() - begun
+                parts = clock.take()
+                now = len(outputs[0].outputs[0].token_ids) if outputs else before
+                # The first token is the prefill's, and the step after it starts without drafts in
+                # no engine; both are left out of the decoding steps.
+                if before:
+                    steps[size].append(parts | {"step": whole})
+                    tokens[size] += now - before
+                    answer += whole
+                before = now
+            seconds[size].append(answer)
+        print(f"{prompt.name}: done", flush=True)
+    others = meter.others(time.process_time() - started)
+    result = summarise(sizes, steps, tokens, seconds) | {
+        "machine": describe_machine(),
+        "cores kept busy by other processes": round(others, 3),
+        "prompts": args.prompts,
+        "max_tokens": args.max_tokens,
+        "compiled": not args.eager,
+    }
+    print(table(result))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def summarise(
+    sizes: list[int],
+    steps: dict[int, list[dict[str, float]]],
+    tokens: dict[int, int],
+    seconds: dict[int, list[float]],
+) -> dict[str, Any]:
+    """Medians over steps by size; the bound, tokens per step / cost of a step, and what was reached."""
+
+    def target(step: dict[str, float]) -> float:
+        return step["forward"] + step["LM head"] + step["acceptance"]
+
+    base = statistics.median(map(target, steps[0]))
+    rows = []
+    for size in sizes:
+        parts = {
+            part: statistics.median(step.get(part, 0.0) for step in steps[size]) for part in PARTS
+        }
+        whole = statistics.median(step["step"] for step in steps[size])
+        cost = statistics.median(map(target, steps[size]))
+        per_step = tokens[size] / len(steps[size])
+        bound = per_step * base / (cost + parts["drafting"])
+        reached = statistics.median(
+            alone / ours for alone, ours in zip(seconds[0], seconds[size], strict=True)
+        )
+        rows.append(
+            {
+                "nodes": size,
+                "tokens per step": round(per_step, 3),
+                "cost of the target": round(cost / base, 3),
+                **{f"{part} ms": round(1e3 * parts[part], 3) for part in PARTS},
+                "engine ms": round(1e3 * (whole - sum(parts.values())), 3),
+                "step ms": round(1e3 * whole, 3),
+                "bound": round(bound, 3),
+                "speed-up": round(reached, 3),
+                "of the bound": round(reached / bound, 3),
+            }
+        )
+    return {"sizes": rows}
+
+
+def table(result: dict[str, Any]) -> str:
+    """The rows as Markdown."""
+    rows = result["sizes"]
+    lines = ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
+    lines += ["| " + " | ".join(str(value) for value in row.values()) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""The real server with a real model: the same text as without speculation."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import urllib.request
+from pathlib import Path
+
+import pytest
+from openai import OpenAI
+
+from tests.e2e.conftest import HEADS, OPTIONS
+from vllm_medusa.demo.engine import Engine, Variant
+from vllm_medusa.demo.prompts import demo_prompts
+from vllm_medusa.demo.server import Server
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TOKENS = 48
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return [prompt.text for prompt in demo_prompts()[:6]]
+
+
+@pytest.fixture(scope="module")
+def expected(model, prompts):
+    """The answers of vLLM without speculation."""
+    from transformers import AutoTokenizer
+
+    engine = Engine(
+        Variant("e2e reference", None), model, {"enforce_eager": True, "max_model_len": 1024}
+    )
+    engine.start()
+    answers = engine.generate(prompts, TOKENS)
+    engine.stop()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return [tokenizer.decode(answer.token_ids, skip_special_tokens=True) for answer in answers]
+
+
+def metric(server: Server, name: str) -> float:
+    url = server.base_url.removesuffix("/v1") + "/metrics"
+    with urllib.request.urlopen(url) as response:
+        text = response.read().decode()
+    return sum(float(value) for value in re.findall(rf"^{name}{{.*}} (.+)$", text, re.MULTILINE))
+
+
+def test_streams_the_same_text(server, prompts, expected):
+    answers = ["".join(server.stream_chat(prompt, TOKENS)) for prompt in prompts]
+    assert answers == expected
+    drafts = metric(server, "vllm:spec_decode_num_drafts_total")
+    accepted = metric(server, "vllm:spec_decode_num_accepted_tokens_total")
+    assert drafts > 0
+    assert accepted > 0.1 * drafts
+
+
+def test_same_text_under_concurrent_requests(server, prompts, expected):
+    answers: dict[int, str] = {}
+
+    def ask(index: int) -> None:
+        answers[index] = "".join(server.stream_chat(prompts[index], TOKENS))
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [answers[index] for index in range(len(prompts))] == expected
+
+
+def test_seeded_sampling_and_several_choices(server):
+    client = OpenAI(base_url=server.base_url, api_key="unused")
+
+    def ask() -> list[str]:
+        answer = client.chat.completions.create(
+            model=server.name,
+            messages=[{"role": "user", "content": "Name a city."}],
+            max_tokens=16,
+            temperature=0.8,
+            top_p=0.9,
+            seed=7,
+            n=3,
+            extra_body={"min_p": 0.02},
+        )
+        return [choice.message.content for choice in answer.choices]
+
+    first = ask()
+    assert len(set(first)) > 1
+    assert ask() == first
+
+
+def test_structured_output_is_served_without_trees(server):
+    client = OpenAI(base_url=server.base_url, api_key="unused")
+    before = metric(server, "vllm:spec_decode_num_drafts_total")
+    answer = client.chat.completions.create(
+        model=server.name,
+        messages=[{"role": "user", "content": "Is water wet?"}],
+        max_tokens=8,
+        temperature=0.0,
+        extra_body={"structured_outputs": {"choice": ["yes", "no"]}},
+    )
+    assert answer.choices[0].message.content in ("yes", "no")
+    assert metric(server, "vllm:spec_decode_num_drafts_total") == before
+
+
+def test_example_client(server):
+    result = run_example("client.py", "Why is the sky blue?", "--port", str(server.port))
+    assert len(result.split()) > 10
+
+
+def test_example_offline(model):
+    result = run_example(
+        "offline.py", str(model), str(HEADS), "--max-tokens", "24", "--enforce-eager"
+    )
+    assert "# Why is the sky blue?" in result
+
+
+def test_vllm_bench(model):
+    """`vllm bench` takes the options too."""
+    result = run_vllm(
+        "bench", "latency", "--model", str(model), "--spec-model", f"medusa:{HEADS}",
+        "--input-len", "16", "--output-len", "16", "--batch-size", "1", "--num-iters", "1",
+        "--num-iters-warmup", "1", *OPTIONS,
+    )  # fmt: skip
+    assert "Avg latency" in result.stdout
+    assert "Medusa: 4 heads" in result.stdout + result.stderr
+
+
+def test_help_shows_the_flag():
+    assert "--speculative-model" in run_vllm("serve", "--help=speculative").stdout
+
+
+def test_bad_heads_end_the_server_with_a_clear_message(model, tmp_path):
+    result = run_vllm(
+        "serve", str(model), "--speculative-model", f"medusa:{tmp_path / 'none'}", *OPTIONS,
+        expected_status=1,
+    )  # fmt: skip
+    assert str(tmp_path / "none") in result.stdout + result.stderr
+    assert "HeadsError" in result.stdout + result.stderr
+
+
+def run_example(name: str, *arguments: str) -> str:
+    return run([sys.executable, str(EXAMPLES / name), *arguments]).stdout
+
+
+def run_vllm(*arguments: str, expected_status: int = 0) -> subprocess.CompletedProcess[str]:
+    return run(
+        [str(Path(sys.executable).with_name("vllm")), *arguments], expected_status=expected_status
+    )
+
+
+def run(command: list[str], expected_status: int = 0) -> subprocess.CompletedProcess[str]:
+
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "COLUMNS": "120",
+    }
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
+    assert result.returncode == expected_status, result.stdout[-3000:] + result.stderr[-3000:]
+    return result

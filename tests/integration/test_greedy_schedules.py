@@ -1,0 +1,318 @@
+"""Greedy output stays that of vLLM without speculation, whatever the scheduler does with the
+trees."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.integration.generation import (
+    SMALL_BUSHY,
+    TREES,
+    continuations,
+    endings,
+    generate,
+    make_prompts,
+    medusa,
+    runner_of,
+    sampling_params,
+    tokens,
+)
+from tests.integration.oracle import Oracle, oracle_drafts
+from tests.integration.tiny import VOCAB
+from tests.integration.watch import watching
+from vllm_medusa.runner import v1
+from vllm_medusa.support import TESTED_ARCHITECTURES
+
+DEPTH = max(map(len, SMALL_BUSHY))
+LENGTH = 60
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return make_prompts(16, VOCAB, longest=200, seed=1)
+
+
+@pytest.fixture(scope="module")
+def tree_engine(models, heads, module_engine):
+    """An engine with the small bushy tree."""
+
+    def start(kind="llama", *, tree=SMALL_BUSHY, schedule=None, model=None, **options):
+        spec = medusa(heads(max(map(len, tree))), tree)
+        if schedule is not None:
+            spec["speculative_config"]["num_speculative_tokens_per_batch_size"] = schedule
+        return module_engine(model or models(kind), **spec, **options)
+
+    return start
+
+
+def guided(llm, prompts, expected, each=None, **params):
+    """Generate with the oracle's drafts; returns the outputs and what the scheduler did."""
+    with watching() as watch, oracle_drafts(Oracle(continuations(prompts, expected), VOCAB)):
+        outputs = generate(llm, prompts, each, **params)
+    # Drafts were right: paths of every length were accepted.
+    assert len(watch.lengths) > 2
+    return outputs, watch
+
+
+def step_through(llm, arrivals, aborts):
+    """Run an engine step by step.
+
+    Args:
+        llm: the engine.
+        arrivals: step -> the prompts that arrive before it, by name.
+        aborts: step -> names of the requests that are aborted before it.
+
+    Returns:
+        The tokens of each request as of its end, and how many it had when it was aborted.
+    """
+    engine, said, step = llm.llm_engine, {}, 0
+    while engine.has_unfinished_requests() or step <= max(arrivals):
+        for name, prompt in arrivals.get(step, {}).items():
+            engine.add_request(name, {"prompt_token_ids": prompt},
+            sampling_params(max_tokens=LENGTH))
+        engine.abort_request(aborts.get(step, []))
+        for output in engine.step():
+            said[output.request_id] = list(output.outputs[0].token_ids)
+        step += 1
+    return said
+
+
+# -- what is read in a step ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("budget", "block_size"), [(49, 128), (60, 32)])
+def test_chunked_prefill(budget, block_size, tree_engine, models, reference):
+    # Long and short prompts by turns: the short ones grow trees while the long ones are still read.
+    long = make_prompts(6, VOCAB, prefix=150, longest=50, seed=1)
+    short = make_prompts(6, VOCAB, longest=20, seed=2)
+    prompts = [prompt for pair in zip(long, short, strict=True) for prompt in pair]
+    expected = tokens(reference(models(), prompts, max_tokens=LENGTH))
+    llm = tree_engine(
+        max_num_batched_tokens=budget,
+        long_prefill_token_threshold=16,
+        max_num_seqs=8,
+        block_size=block_size,
+    )
+    outputs, watch = guided(llm, prompts, expected, max_tokens=LENGTH)
+    assert tokens(outputs) == expected
+    # Pieces of prompts were read beside trees, trees cut by the budget, and plain decodes.
+    assert watch.met("chunk", "tree", "cut")
+    assert watch.met("chunk", "tree", "decode")
+    assert len(watch.num_nodes) >= 3
+    assert set(watch.lengths) == set(range(DEPTH + 1))
+
+
+def test_tree_larger_than_the_budget(tree_engine, models, reference, prompts):
+    expected = tokens(reference(models(), prompts, max_tokens=LENGTH))
+    llm = tree_engine(tree=TREES["bushy63"], max_num_batched_tokens=40, max_num_seqs=8)
+    outputs, watch = guided(llm, prompts, expected, max_tokens=LENGTH)
+    assert tokens(outputs) == expected
+    assert watch.num_nodes and max(watch.num_nodes) < 63
+
+
+@pytest.mark.parametrize("block_size", [32, 128])
+def test_prefix_cache(block_size, tree_engine, models, reference):
+    shared = make_prompts(10, VOCAB, prefix=150, longest=40, seed=2)
+    llm = tree_engine(enable_prefix_caching=True, block_size=block_size)
+    expected = tokens(reference(models(), shared, max_tokens=LENGTH))
+    for repetition in range(2):
+        outputs, _ = guided(llm, shared, expected, max_tokens=LENGTH)
+        assert tokens(outputs) == expected
+        if repetition:
+            assert min(output.num_cached_tokens for output in outputs) >= 128
+
+    # A conversation goes on: the new prompt's hit ends among tokens that were accepted nodes.
+    longer = [prompt + text for prompt, text in zip(shared, expected, strict=True)]
+    expected = tokens(reference(models(), longer, max_tokens=LENGTH))
+    outputs, _ = guided(llm, longer, expected, max_tokens=LENGTH)
+    assert tokens(outputs) == expected
+    hits = [
+        output.num_cached_tokens > len(prompt)
+        for output, prompt in zip(outputs, shared, strict=True)
+    ]
+    assert sum(hits) >= 2
+
+
+def test_all_but_one_token_cached(tree_engine, models, reference):
+    """Such a request reads one token, and vLLM pads it to a tree of -1 while others decode."""
+    block_size = 32
+    cached = [prompt[: 2 * block_size + 1] for prompt in make_prompts(4, VOCAB, prefix=80, seed=3)]
+    for number, prompt in enumerate(cached):
+        prompt[0] = number + 3
+    others = make_prompts(4, VOCAB, seed=4)
+    prompts = cached + others
+    expected = tokens(reference(models(), prompts, max_tokens=LENGTH))
+    llm = tree_engine(enable_prefix_caching=True, block_size=block_size)
+    generate(llm, cached, max_tokens=1)
+    arrivals = {0: dict(zip("abcd", others, strict=True)), 5: {"e": cached[0]}}
+    arrivals |= {7: {"f": cached[1], "g": cached[2]}, 8: {"h": cached[3]}}
+    with watching() as watch, oracle_drafts(Oracle(continuations(prompts, expected), VOCAB)):
+        said = step_through(llm, arrivals, {})
+    assert [said[name] for name in "efghabcd"] == expected
+    assert sum(step["padded"] for step in watch.steps) == len(cached)
+    assert watch.met("padded", "tree")
+
+
+# -- requests that come, go and wait ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_preemption(caching, tree_engine, models, reference, prompts):
+    short = [prompt[:60] for prompt in prompts]
+    expected = tokens(reference(models(), short, max_tokens=LENGTH))
+    llm = tree_engine(
+        block_size=32,
+        num_gpu_blocks_override=15,
+        max_model_len=160,
+        enable_prefix_caching=caching,
+        max_num_batched_tokens=200,
+    )
+    outputs, watch = guided(llm, short, expected, max_tokens=LENGTH)
+    assert tokens(outputs) == expected
+    assert watch.preemptions > 3
+
+
+def test_staggered_arrivals_and_aborts(tree_engine, models, reference, prompts):
+    expected = tokens(reference(models(), prompts, max_tokens=LENGTH))
+    names = [f"request {number}" for number in range(len(prompts))]
+    arrivals: dict[int, dict[str, list[int]]] = {}
+    for number, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
+        arrivals.setdefault(number * 2 // 3, {})[name] = prompt
+    aborted = {4: names[:2], 7: [names[3]], 9: [names[12], names[7]]}
+    llm = tree_engine()
+    with watching() as watch, oracle_drafts(Oracle(continuations(prompts, expected), VOCAB)):
+        said = step_through(llm, arrivals, aborted)
+    gone = {name for step in aborted.values() for name in step}
+    for name, text in zip(names, expected, strict=True):
+        found = said[name]
+        assert found == text[: len(found)]
+        assert (len(found) < LENGTH) == (name in gone)
+    assert watch.met("chunk", "tree")
+    assert set(watch.lengths) == set(range(DEPTH + 1))
+
+
+def test_batch_size_schedule(tree_engine, models, reference, prompts):
+    """vLLM's own schedule cuts the tree to prefixes by batch size, down to no tree at all."""
+    each = [{"max_tokens": 10 + 4 * number} for number in range(len(prompts))]
+    whole = tokens(reference(models(), prompts, max_tokens=100))
+    llm = tree_engine(schedule=[(1, 2, 15), (3, 5, 6), (6, 9, 1), (10, 64, 0)])
+    outputs, watch = guided(llm, prompts, whole, each)
+    assert tokens(outputs) == [
+        text[: own["max_tokens"]] for text, own in zip(whole, each, strict=True)
+    ]
+    assert set(watch.num_nodes) == {15, 6, 1}
+    assert Counter(decode=len(prompts)) in watch.steps
+
+
+# -- ends inside an accepted path ------------------------------------------------------------------
+
+
+def test_max_tokens(tree_engine, models, reference, prompts):
+    whole = tokens(reference(models(), prompts, max_tokens=LENGTH))
+    each = [{"max_tokens": number % 12 + 1} for number in range(len(prompts))]
+    outputs, watch = guided(tree_engine(), prompts, whole, each)
+    assert tokens(outputs) == [
+        text[: own["max_tokens"]] for text, own in zip(whole, each, strict=True)
+    ]
+    assert_cut_inside_a_path(outputs, watch, reasons={"length"})
+
+
+def test_max_model_len(tree_engine, models, reference):
+    room = 96
+    prompts = [
+        prompt[:length]
+        for prompt, length in zip(
+            make_prompts(16, VOCAB, prefix=room, seed=5), range(room - 16, room), strict=True
+        )
+    ]
+    whole = tokens(reference(models(), prompts, max_tokens=LENGTH))
+    llm = tree_engine(max_model_len=room)
+    outputs, watch = guided(llm, prompts, whole, max_tokens=LENGTH)
+    assert tokens(outputs) == [
+        text[: room - len(prompt)] for text, prompt in zip(whole, prompts, strict=True)
+    ]
+    assert {reason for reason, _ in endings(outputs)} == {"length"}
+    assert len(watch.num_nodes) > 5  # trees were cut as the end came near
+
+
+def test_stop_token(tree_engine, models, reference, prompts):
+    whole = tokens(reference(models(), prompts, max_tokens=LENGTH))
+    each = [
+        {"stop_token_ids": [text[number + 2], text[number + 20]]}
+        for number, text in enumerate(whole)
+    ]
+    expected = reference(models(), prompts, each, max_tokens=LENGTH)
+    outputs, watch = guided(tree_engine(), prompts, whole, each, max_tokens=LENGTH)
+    assert tokens(outputs) == tokens(expected)
+    assert endings(outputs) == endings(expected)
+    assert_cut_inside_a_path(outputs, watch, reasons={"stop"})
+
+
+def test_end_of_sequence(tree_engine, models, reference, prompts):
+    whole = tokens(reference(models(), prompts, max_tokens=LENGTH))
+    common = Counter(token for text in whole for token in set(text[3:])).most_common(2)
+    model = models(eos_token_id=[token for token, _ in common])
+    expected = reference(model, prompts, max_tokens=LENGTH, ignore_eos=False)
+    assert tokens(expected) != whole
+    outputs, watch = guided(
+        tree_engine(model=model), prompts, whole, max_tokens=LENGTH, ignore_eos=False
+    )
+    assert tokens(outputs) == tokens(expected)
+    assert endings(outputs) == endings(expected)
+    assert_cut_inside_a_path(outputs, watch, reasons={"stop", "length"})
+
+
+def assert_cut_inside_a_path(outputs, watch, reasons):
+    """More tokens were accepted than came out: some end lay inside a path."""
+    assert {reason for reason, _ in endings(outputs)} == reasons
+    accepted = sum((length + 1) * count for length, count in watch.lengths.items())
+    assert accepted + len(outputs) > sum(map(len, tokens(outputs)))
+
+
+# -- models and number formats ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_architectures(kind, tree_engine, models, reference, prompts):
+    model = models(kind)
+    expected = tokens(reference(model, prompts, max_tokens=LENGTH))
+    llm = tree_engine(kind)
+    assert llm.model_config.architecture in TESTED_ARCHITECTURES
+    outputs, watch = guided(llm, prompts, expected, max_tokens=LENGTH)
+    assert tokens(outputs) == expected
+    assert set(watch.lengths) == set(range(DEPTH + 1))
+    # Every architecture that support.py calls tested is in this test.
+    assert len(TESTED_ARCHITECTURES) == 4
+
+
+# -- these tests have teeth ------------------------------------------------------------------------
+
+
+def break_compaction(llm, patch):
+    patch.setattr(v1, "move_slots", lambda *args: None)
+
+
+def break_positions(llm, patch):
+    patch.setattr(v1.MedusaCPUModelRunner, "_set_depth_positions", lambda *args: None)
+
+
+def break_mask(llm, patch):
+    causal = torch.zeros(128, 128, dtype=torch.uint8) + torch.tril(
+        torch.ones(128, 128, dtype=torch.uint8)
+    )
+    weights = 2 ** torch.arange(8, dtype=torch.uint8)
+    packed = (causal.view(128, 16, 8) * weights).sum(dim=2, dtype=torch.uint8).view(torch.int64)
+    patch.setattr(runner_of(llm).bank, "ancestors", packed[None].contiguous())
+
+
+@pytest.mark.parametrize("fault", [break_compaction, break_positions, break_mask])
+def test_teeth(fault, tree_engine, models, reference, prompts, monkeypatch):
+    expected = tokens(reference(models(), prompts, max_tokens=LENGTH))
+    llm = tree_engine()
+    fault(llm, monkeypatch)
+    outputs, _ = guided(llm, prompts, expected, max_tokens=LENGTH)
+    identical = sum(map(list.__eq__, tokens(outputs), expected))
+    print(f"{fault.__name__}: {identical} of {len(prompts)} texts identical")
+    assert identical <= len(prompts) // 4
