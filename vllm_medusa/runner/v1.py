@@ -30,7 +30,6 @@ from vllm_medusa.bank import TreeBank
 from vllm_medusa.compaction import accepted_moves
 from vllm_medusa.drafter import MedusaDrafter
 
-
 NO_LIMIT = 2**31 - 1
 
 
