@@ -114,14 +114,26 @@ def waited_seconds() -> float:
     return total * 1e-9
 
 
+def wait_for_quiet(seconds: float) -> None:
+    """Return once this process alone is running, or when the seconds are over."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with open("/proc/loadavg") as loadavg:
+            if int(loadavg.read().split()[3].split("/")[0]) <= 1:
+                return
+        time.sleep(0.02)
+
+
 def measure(case: Case, rounds: int, patience: int) -> dict[str, float]:
     """Medians over the rounds in which nothing else ran; over all if there were none."""
+    wait_for_quiet(5)
     case.stock(), case.ours()
     start = time.perf_counter()
     case.stock()
     repeats = max(1, round(2e-3 / (time.perf_counter() - start)))
     clean, disturbed = [], []
     for turn in range(rounds * patience):
+        wait_for_quiet(1)
         seconds = {}
         waited = waited_seconds()
         for run in (case.stock, case.ours) if turn % 2 else (case.ours, case.stock):
@@ -169,7 +181,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument(
-        "--patience", type=int, default=10, help="tries per round until nothing else runs"
+        "--patience", type=int, default=3, help="tries per round until nothing else runs"
     )
     parser.add_argument("--json", metavar="FILE", help="write the results there")
     arguments = parser.parse_args()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from vllm import LLM, RequestOutput
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 from tests.integration.generation import generate
 from tests.integration.tiny import make_heads, make_model
@@ -58,25 +59,30 @@ class Engines:
                 "max_num_seqs": 64,
                 "max_num_batched_tokens": 4096,
                 "enable_prefix_caching": False,
-                "num_gpu_blocks_override": 512,
+                "num_gpu_blocks_override": 256,
                 "seed": 0,
             }
             self.running[key] = LLM(str(model), **defaults | options)  # type: ignore[arg-type]
         return self.running[key]
 
-    def stop(self) -> None:
+    def drop(self) -> None:
+        """Free the engines.
+
+        They are not shut down: that ends the process groups, which all engines in a process share.
+        """
         for llm in self.running.values():
-            llm.llm_engine.engine_core.shutdown()
+            llm.llm_engine.engine_core._finalizer.detach()
         self.running.clear()
+        gc.unfreeze()  # every engine froze what there was when it started
         gc.collect()
 
 
 @pytest.fixture
 def engine() -> Iterator[Engines]:
-    """Engines that are shut down at the test's end."""
+    """Engines that live as long as the test."""
     engines = Engines()
     yield engines
-    engines.stop()
+    engines.drop()
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +90,7 @@ def module_engine() -> Iterator[Engines]:
     """Engines that the tests of a module share."""
     engines = Engines()
     yield engines
-    engines.stop()
+    engines.drop()
 
 
 @pytest.fixture(scope="session")
@@ -92,7 +98,8 @@ def plain_engine() -> Iterator[Engines]:
     """Engines without speculation, for references; shared by all tests."""
     engines = Engines()
     yield engines
-    engines.stop()
+    engines.drop()
+    cleanup_dist_env_and_memory()
 
 
 @pytest.fixture(scope="session")

@@ -568,8 +568,8 @@ class TreeAttention {
     const int64_t head_size = shape_.head_size, num_rows = num_nodes(job.request) * group_;
     const int64_t size = partial_size(num_rows, head_size);
     for (int64_t i = 0; i < num_rows; i++) {
-      const float* sums = job.partials + i * head_size;          // of the first chunk
-      float* max = job.partials + num_rows * head_size + i;      // likewise
+      const float* sums = job.partials + i * head_size;      // of the first chunk
+      float* max = job.partials + num_rows * head_size + i;  // likewise
       float overall = kLowest, weight = 0.0f;
       for (int64_t c = 0; c < job.num_chunks; c++) overall = std::max(overall, max[c * size]);
       for (int64_t c = 0; c < job.num_chunks; c++) {
@@ -579,7 +579,8 @@ class TreeAttention {
       T* target = output_row(job.request, job.kv_head, i);
       for (int64_t d = 0; d < head_size; d += kLanes) {
         Vec sum = {};
-        for (int64_t c = 0; c < job.num_chunks; c++) sum += load(sums + c * size + d) * max[c * size];
+        for (int64_t c = 0; c < job.num_chunks; c++)
+          sum += load(sums + c * size + d) * max[c * size];
         store(target + d, sum / weight);
       }
     }

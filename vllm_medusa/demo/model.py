@@ -52,9 +52,7 @@ def convert(gguf: Path, folder: Path) -> None:
     """Write the GGUF file's model, tokenizer and generation config into `folder`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     model = LlamaForCausalLM(clean_config(loaded.config))

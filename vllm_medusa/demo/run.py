@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.table import Table
 
 from vllm_medusa.demo.engine import Variant, tokens_per_step
 from vllm_medusa.demo.machine import describe_machine
-from vllm_medusa.demo.measure import MAX_TOKENS, Round, measure, running_engines
+from vllm_medusa.demo.measure import MAX_TOKENS, Progress, Round, measure, running_engines
 from vllm_medusa.demo.model import demo_model
 from vllm_medusa.demo.picture import draw
 from vllm_medusa.demo.prompts import Prompt, demo_prompts
@@ -87,10 +88,20 @@ def measure_variants(
 ) -> list[Round]:
     """The paired measurement, with the progress in the terminal."""
     with (
-        console.status("starting") as status,
-        running_engines(variants, model, status.update, max_model_len=MAX_MODEL_LEN) as engines,
+        show_progress(console) as progress,
+        running_engines(variants, model, progress, max_model_len=MAX_MODEL_LEN) as engines,
     ):
-        return measure(engines, prompts, status.update)
+        return measure(engines, prompts, progress)
+
+
+@contextlib.contextmanager
+def show_progress(console: Console) -> Iterator[Progress]:
+    """A line that changes with what is going on; where there is no terminal, lines."""
+    if not console.is_terminal:
+        yield console.print
+        return
+    with console.status("starting") as status:
+        yield status.update
 
 
 def count_tree_sizes(
@@ -107,10 +118,10 @@ def count_tree_sizes(
     for nodes in TREE_SIZES:
         variant = Variant(f"{nodes} nodes", medusa | {"num_speculative_tokens": nodes})
         with (
-            console.status("starting") as status,
-            running_engines([variant], model, status.update, **options) as [engine],
+            show_progress(console) as progress,
+            running_engines([variant], model, progress, **options) as [engine],
         ):
-            status.update(f"counting tokens per step with {nodes} nodes")
+            progress(f"counting tokens per step with {nodes} nodes")
             answers = engine.generate([prompt.text for prompt in prompts], MAX_TOKENS)
         counted[nodes] = tokens_per_step(answers)
         console.print(f"{nodes} nodes: {counted[nodes]:.2f} tokens per step")

@@ -111,7 +111,7 @@ class MedusaHeads(nn.Module):
         values, columns = logits.topk(min(num_tokens, self.num_local_tokens), dim=-1)
         tokens = self.token_ids[columns]
         if get_tensor_model_parallel_world_size() > 1:
-            values, tokens = _merge_ranks(values, tokens, num_tokens)
+            tokens = _merge_ranks(values, tokens, num_tokens)
         return tokens
 
 
@@ -183,15 +183,16 @@ def _shared_lm_head(
     return Projection(lm_head.weight.data[mine - start].contiguous()), mine
 
 
-def _merge_ranks(
-    values: torch.Tensor, tokens: torch.Tensor, num_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Best tokens over all ranks, from each rank's best: 2 x num_tokens numbers per row and
-    rank."""
+def _merge_ranks(values: torch.Tensor, tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """The best tokens over all ranks, from each rank's best.
+
+    One collective of 2 x num_tokens numbers per row and rank. Token ids travel as float32, which
+    holds whole numbers up to 2**24, because vLLM's CPU collective takes no integers.
+    """
     missing = num_tokens - values.shape[-1]  # a rank may hold fewer tokens than are asked for
     values = nn.functional.pad(values.float(), (0, missing), value=-torch.inf)
-    tokens = nn.functional.pad(tokens, (0, missing))
-    values = tensor_model_parallel_all_gather(values.contiguous())
-    tokens = tensor_model_parallel_all_gather(tokens.contiguous())
-    values, best = values.topk(num_tokens, dim=-1)
-    return values, tokens.gather(-1, best)
+    tokens = nn.functional.pad(tokens.float(), (0, missing))
+    gathered = tensor_model_parallel_all_gather(torch.cat([values, tokens], dim=-1))
+    values, tokens = gathered.unflatten(-1, (-1, 2, num_tokens)).unbind(dim=-2)
+    best = values.flatten(-2).topk(num_tokens, dim=-1).indices
+    return tokens.flatten(-2).gather(-1, best).long()

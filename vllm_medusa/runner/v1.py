@@ -183,7 +183,9 @@ class _Target:
         self.logits = logits
         self.first_rows = first_rows
         self.metadata = runner.input_batch.sampling_metadata
-        self.greedy = runner.sampler.greedy_sample(logits) if _is_plain(self.metadata) else None
+        self.greedy = None
+        if _is_plain(self.metadata):  # in float32, as the sampler does it
+            self.greedy = runner.sampler.greedy_sample(logits.to(torch.float32))
         self.outputs = runner.input_batch.req_output_token_ids
         self.appended: list[tuple[list[int], int]] = []
         self.steps: list[LogprobsTensors] = []

@@ -1,0 +1,365 @@
+"""Sampled output has the target's distribution; with a seed it is the very text without speculation."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.integration.generation import (
+    SMALL_BUSHY,
+    continuations,
+    generate,
+    make_prompts,
+    medusa,
+    sampling_params,
+    tokens,
+)
+from tests.integration.oracle import Oracle, oracle_drafts
+from tests.integration.tiny import VOCAB
+from tests.integration.watch import watching
+from vllm_medusa.drafter import MedusaDrafter
+from vllm_medusa.runner import v1
+
+# -- the distribution --------------------------------------------------------------------------------
+
+SMALL_VOCAB = 16
+NUM_SAMPLES = 20_000
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+# Several children at the root and below; the third generated token is drawn at a node, if the second
+# is one.
+TREE = [[0], [1], [0, 0], [2], [0, 1], [3], [1, 0], [4], [0, 2], [1, 1], [2, 0], [0, 0, 0]]
+
+SETTINGS = {
+    "temperature 1": {"temperature": 1.0},
+    "temperature 0.5": {"temperature": 0.5},
+    "top-k, top-p": {"temperature": 1.0, "top_k": 9, "top_p": 0.85},
+    "min-p, top-k": {"temperature": 0.5, "min_p": 0.02, "top_k": 12},
+}
+
+
+@pytest.fixture(scope="module")
+def small_model(models):
+    """16 tokens, and weights small enough for a lively distribution."""
+    return models("llama", vocab_size=SMALL_VOCAB, initializer_range=0.15, eos_token_id=None)
+
+
+@pytest.fixture(scope="module")
+def logits(small_model):
+    """Exact logits after the prompt and 0, 1 or 2 further tokens, float64 [..., vocabulary]."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(small_model).double()
+    pairs = list(itertools.product(range(SMALL_VOCAB), repeat=2))
+    with torch.no_grad():
+        found = model(torch.tensor([PROMPT + list(pair) for pair in pairs])).logits
+    found = found[:, len(PROMPT) - 1 :].unflatten(0, (SMALL_VOCAB, SMALL_VOCAB))
+    return found[0, 0, 0], found[:, 0, 1], found[:, :, 2]
+
+
+def probabilities(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """What vLLM makes of the logits, in its order: temperature, min-p, top-k, top-p."""
+    logits = logits / temperature
+    chances = logits.softmax(dim=-1)
+    logits = logits.masked_fill(chances < min_p * chances.amax(-1, keepdim=True), -torch.inf)
+    if top_k:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -torch.inf)
+    chances, order = logits.softmax(dim=-1).sort(dim=-1)
+    dropped = chances.cumsum(dim=-1) <= 1 - top_p
+    dropped[..., -1] = False
+    dropped = torch.zeros_like(dropped).scatter(-1, order, dropped)
+    return logits.masked_fill(dropped, -torch.inf).softmax(dim=-1)
+
+
+def exact_distribution(logits, setting):
+    """Probability of every triple of first tokens, [vocabulary ** 3]."""
+    first, second, third = (probabilities(part, **setting) for part in logits)
+    return (first[:, None, None] * second[:, :, None] * third).flatten()
+
+
+def chi_square(texts, expected):
+    """The chance to see counts this far or farther from what is expected."""
+    triples = torch.tensor([text[:3] for text in texts])
+    codes = (triples * SMALL_VOCAB ** torch.tensor([2, 1, 0])).sum(dim=1)
+    counts = torch.bincount(codes, minlength=SMALL_VOCAB**3).double()
+    if counts[expected == 0].sum():
+        return 0.0
+    expected = expected * len(texts)
+    # Outcomes that are too rare by themselves are counted together.
+    rare = expected < 5
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
+    keep = expected > 0
+    expected, counts = expected[keep], counts[keep]
+    distance = ((counts - expected) ** 2 / expected).sum()
+    freedom = torch.tensor((len(expected) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, distance / 2))
+
+
+@pytest.fixture(scope="module")
+def sample(small_model, heads, module_engine, logits):
+    """Draw texts for all settings, by turns in the same batches, with fixed drafts."""
+    llm = module_engine(
+        small_model,
+        **medusa(heads(3), TREE),
+        max_num_seqs=512,
+        max_num_batched_tokens=8192,
+        max_model_len=32,
+        block_size=32,
+        num_gpu_blocks_override=600,
+    )
+    # The same tokens for ever: likely ones, so that much is accepted, in a fixed order.
+    likely = exact_distribution(logits, {}).view(SMALL_VOCAB, SMALL_VOCAB, -1).sum(dim=(0, 2))
+    order = likely.argsort(descending=True)
+    drafts = order[torch.tensor([path[-1] + len(path) - 1 for path in TREE])]
+
+    def propose(self, hidden_states, num_nodes):
+        return drafts[:num_nodes].expand(hidden_states.shape[0], num_nodes)
+
+    def draw(settings, number, turn=500):
+        texts = {name: [] for name in settings}
+        torch.manual_seed(1)  # requests without a seed draw from torch's generator
+        with pytest.MonkeyPatch.context() as patch, watching() as watch:
+            patch.setattr(MedusaDrafter, "propose", propose)
+            prompts = [PROMPT] * len(settings)
+            each = [{**setting, "n": turn, "max_tokens": 4} for setting in settings.values()]
+            # One queue for all: the settings stand side by side in the batches.
+            outputs = generate(llm, prompts * (number // turn), each * (number // turn))
+        for name, output in zip(itertools.cycle(settings), outputs, strict=False):
+            texts[name] += [list(one.token_ids) for one in output.outputs]
+        assert watch.lengths[0] and watch.lengths[1] and watch.lengths[2] > 0.1 * number
+        return texts
+
+    return draw
+
+
+@pytest.fixture(scope="module")
+def texts(sample):
+    return sample(SETTINGS, NUM_SAMPLES)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_distribution(name, texts, logits):
+    expected = exact_distribution(logits, SETTINGS[name])
+    assert len(texts[name]) >= NUM_SAMPLES
+    chance = chi_square(texts[name], expected)
+    print(f"{name}: {int((expected * NUM_SAMPLES >= 5).sum())} bins, p = {chance:.3g}")
+    assert chance > 0.001
+
+
+def second_try(draw):
+    """A token that is no child is drawn again."""
+
+    def broken(rows, active, step, children):
+        token = draw(rows, active, step)
+        again = draw(rows, active, step)
+        return torch.where((children == token[:, None]).any(dim=1), token, again)
+
+    return broken
+
+
+def take_a_child(draw):
+    """Every eighth time a child is taken, whatever was drawn."""
+
+    def broken(rows, active, step, children):
+        token = draw(rows, active, step)
+        child = torch.nn.functional.pad(children, (0, 1), value=-1).amax(dim=1)
+        chosen = (torch.rand(token.shape) < 0.125) & (child >= 0)
+        return torch.where(chosen, child, token)
+
+    return broken
+
+
+@pytest.mark.parametrize("rule", [second_try, take_a_child])
+def test_broken_rules_are_found(rule, sample, logits, monkeypatch):
+    walk = v1.walk
+
+    def broken_walk(draw, draft_tokens, parents, active, max_steps=None):
+        broken = rule(draw)
+
+        def draw_wrong(rows, active, step):
+            children = draft_tokens.masked_fill(parents != rows[:, None], -1)
+            return broken(rows, active, step, children)
+
+        return walk(draw_wrong, draft_tokens, parents, active, max_steps)
+
+    monkeypatch.setattr(v1, "walk", broken_walk)
+    setting = {"temperature 1": SETTINGS["temperature 1"]}
+    drawn = sample(setting, 5000)["temperature 1"]
+    chance = chi_square(drawn, exact_distribution(logits, SETTINGS["temperature 1"]))
+    print(f"{rule.__name__}: p = {chance:.3g}")
+    assert chance < 1e-6
+
+
+# -- seeds and rules ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tree_engine(models, heads, module_engine):
+    def start(**options):
+        depth = max(map(len, SMALL_BUSHY))
+        return module_engine(models(), **medusa(heads(depth), SMALL_BUSHY), **options)
+
+    return start
+
+
+def assert_same_with_trees(llm, prompts, each, expected, **params):
+    """Generate with right drafts; every text is that without speculation."""
+    known = continuations(prompts, tokens(expected))
+    with watching() as watch, oracle_drafts(Oracle(known, VOCAB)):
+        outputs = generate(llm, prompts, each, **params)
+    for own, said, should in zip(each, tokens(outputs), tokens(expected), strict=True):
+        assert said == should, own
+    assert len(watch.lengths) > 3
+    return outputs, watch
+
+
+SAMPLING = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.6},
+    {"temperature": 1.0, "top_k": 8},
+    {"temperature": 0.9, "top_p": 0.8},
+    {"temperature": 1.2, "min_p": 0.05},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+]
+
+
+@pytest.mark.parametrize("budget", [4096, 60])
+def test_seeds(budget, tree_engine, models, reference):
+    """Requests with a seed, greedy ones and ones without a seed, in one batch.
+
+    vLLM itself cannot read the prompt of a request with a seed in pieces on a CPU: it rewinds the
+    generator for every piece ("CPU Generator does not use offset").
+    """
+    prompts = make_prompts(21, VOCAB, seed=8)
+    each = [{**SAMPLING[number % 7], "seed": number} for number in range(len(prompts))]
+    expected = reference(models(), prompts, each, max_tokens=40)
+    unseeded = make_prompts(3, VOCAB, seed=9)
+    llm = tree_engine(max_num_batched_tokens=budget, max_num_seqs=24)
+    known = continuations(prompts, tokens(expected)) | {tuple(prompt): [] for prompt in unseeded}
+    with watching() as watch, oracle_drafts(Oracle(known, VOCAB)):
+        outputs = generate(
+            llm, unseeded + prompts, [{"temperature": 1.0}] * 3 + each, max_tokens=40
+        )
+    for own, said, should in zip(each, tokens(outputs[3:]), tokens(expected), strict=True):
+        assert said == should, own
+    assert len(watch.lengths) > 3
+    assert watch.met("chunk", "tree") == (budget == 60)
+
+
+def test_seeds_with_preemption(tree_engine, models, reference):
+    prompts = [prompt[:60] for prompt in make_prompts(14, VOCAB, seed=10)]
+    each = [{**SAMPLING[number % 7], "seed": number} for number in range(len(prompts))]
+    expected = reference(models(), prompts, each, max_tokens=40)
+    llm = tree_engine(block_size=32, num_gpu_blocks_override=15, max_model_len=128)
+    _, watch = assert_same_with_trees(llm, prompts, each, expected, max_tokens=40)
+    assert watch.preemptions > 3
+
+
+def bad_words(params, words):
+    """vLLM makes token ids of words through the tokenizer, which these models lack."""
+    params._bad_words_token_ids = words
+    return params
+
+
+RULES = {
+    "none": lambda text: {},
+    "repetition penalty": lambda text: {"repetition_penalty": 1.4},
+    "presence penalty": lambda text: {"presence_penalty": 1.5},
+    "frequency penalty": lambda text: {"frequency_penalty": 1.2},
+    "logit bias": lambda text: {"logit_bias": {text[2]: -3.0, text[7]: 2.0}},
+    "allowed tokens": lambda text: {"allowed_token_ids": sorted({*text[::2], *range(0, VOCAB, 9)})},
+    "min tokens": lambda text: {"min_tokens": 20, "stop_token_ids": text[4:12]},
+    "min tokens and penalty": lambda text: {
+        "min_tokens": 11,
+        "stop_token_ids": list(range(0, VOCAB, 5)),
+        "presence_penalty": 1.0,
+    },
+    "stop token": lambda text: {"stop_token_ids": text[17:20]},
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_rules(temperature, tree_engine, models, reference):
+    """Each request has its own rule; all are in one batch."""
+    prompts = make_prompts(3 * len(RULES), VOCAB, seed=11)
+    plain = [{"temperature": temperature, "seed": number} for number in range(len(prompts))]
+    texts = tokens(reference(models(), prompts, plain, max_tokens=40))
+    rules = itertools.cycle(RULES.values())
+    each = [own | rule(text) for own, rule, text in zip(plain, rules, texts, strict=False)]
+    expected = reference(models(), prompts, each, max_tokens=40)
+    changed = [said != text for said, text in zip(tokens(expected), texts, strict=True)]
+    assert sum(changed) > len(prompts) / 2
+    outputs, _ = assert_same_with_trees(tree_engine(), prompts, each, expected, max_tokens=40)
+    for output, should in zip(outputs, expected, strict=True):
+        assert output.outputs[0].finish_reason == should.outputs[0].finish_reason
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_bad_words(temperature, tree_engine, models, plain_engine):
+    prompts = make_prompts(8, VOCAB, seed=12)
+    each = [{"temperature": temperature, "seed": number} for number in range(len(prompts))]
+    texts = tokens(generate(plain_engine(models()), prompts, each, max_tokens=30))
+
+    def run(llm):
+        params = [
+            bad_words(
+                sampling_params(**own, max_tokens=30), [text[5:6], text[8:10], text[11:14]]
+            )
+            for own, text in zip(each, texts, strict=True)
+        ]
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return tokens(llm.generate(inputs, params, use_tqdm=False))
+
+    expected = run(plain_engine(models()))
+    assert all(said != text for said, text in zip(expected, texts, strict=True))
+    with watching() as watch, oracle_drafts(Oracle(continuations(prompts, expected), VOCAB)):
+        assert run(tree_engine()) == expected
+    assert len(watch.lengths) > 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_logprobs(temperature, tree_engine, models, reference):
+    prompts = make_prompts(12, VOCAB, seed=13)
+    asked = [{}, {"logprobs": 0}, {"logprobs": 3}, {"logprobs": 7, "presence_penalty": 1.0}]
+    each = [
+        {"temperature": temperature, "seed": number, **asked[number % len(asked)]}
+        for number in range(len(prompts))
+    ]
+    each[-1]["prompt_logprobs"] = 2
+    expected = reference(models(), prompts, each, max_tokens=30)
+    outputs, _ = assert_same_with_trees(tree_engine(), prompts, each, expected, max_tokens=30)
+    for own, output, should in zip(each, outputs, expected, strict=True):
+        assert_logprobs_agree(output.outputs[0].logprobs, should.outputs[0].logprobs)
+        assert_logprobs_agree(output.prompt_logprobs, should.prompt_logprobs)
+        assert (output.outputs[0].logprobs is None) == ("logprobs" not in own)
+
+
+def test_all_logprobs(models, heads, module_engine, plain_engine):
+    """``logprobs=-1``: the whole vocabulary, unsorted."""
+    prompts = make_prompts(4, VOCAB, seed=14)
+    options = {"max_logprobs": -1}
+    plain = generate(plain_engine(models(), **options), prompts, logprobs=-1, max_tokens=20)
+    llm = module_engine(models(), **medusa(heads(5), SMALL_BUSHY), **options)
+    each = [{}] * len(prompts)
+    outputs, _ = assert_same_with_trees(llm, prompts, each, plain, logprobs=-1, max_tokens=20)
+    for output, should in zip(outputs, plain, strict=True):
+        assert_logprobs_agree(output.outputs[0].logprobs, should.outputs[0].logprobs)
+
+
+def assert_logprobs_agree(found, expected):
+    if expected is None:
+        assert found is None
+        return
+    assert len(found) == len(expected)
+    for here, there in zip(found, expected, strict=True):
+        if there is None:  # the first token of a prompt
+            assert here is None
+            continue
+        assert set(here) == set(there)
+        for token, value in there.items():
+            assert here[token].logprob == pytest.approx(value.logprob, abs=1e-3)
+            # Tokens this close may change places.
+            close = [other for other in there.values() if abs(other.logprob - value.logprob) < 1e-4]
+            if len(close) == 1:
+                assert here[token].rank == value.rank

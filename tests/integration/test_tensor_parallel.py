@@ -1,0 +1,131 @@
+"""Two ranks give what one gives: text, and drafts."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.integration.generation import generate, make_prompts, tokens
+from tests.integration.tiny import HIDDEN, VOCAB
+
+# Runs in a process of its own: worker processes are spawned, and threads bound, per engine.
+SCRIPT = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+def main():
+    model, options, prompts = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+    llm = LLM(model, dtype="float32", enforce_eager=True, skip_tokenizer_init=True,
+              max_model_len=256, max_num_seqs=8, disable_log_stats=False,
+              tensor_parallel_size=2, **options)
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, detokenize=False),
+        use_tqdm=False,
+    )
+    counters = {metric.name: metric.value for metric in llm.get_metrics()
+                if metric.name.startswith("vllm:spec_decode") and hasattr(metric, "value")}
+    print("RESULT " + json.dumps([[list(o.outputs[0].token_ids) for o in outputs], counters]))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def run_two_ranks(folder, model, options, prompts):
+    """Texts and counters of an engine with two worker processes."""
+    script = folder / "generate.py"
+    script.write_text(SCRIPT)
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        "OMP_NUM_THREADS": "1",
+    }
+    result = subprocess.run(
+        [sys.executable, str(script), str(model), json.dumps(options), json.dumps(prompts)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, result.stdout[-3000:] + result.stderr[-3000:]
+    return json.loads(lines[0].removeprefix("RESULT "))
+
+
+def save_heads(folder, tensors, config):
+    folder.mkdir()
+    save_file(tensors, folder / "medusa_lm_head.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A target that tends to repeat its last token: then heads that do nothing guess well."""
+    import transformers
+
+    from tests.integration.tiny import make_model
+
+    folder = make_model(tmp_path_factory.mktemp("repeats"))
+    target = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        # A strong identity from embedding to output, weakened layers between.
+        for layer in target.model.layers:
+            layer.self_attn.o_proj.weight *= 0.07
+            layer.mlp.down_proj.weight *= 0.07
+        target.lm_head.weight.copy_(target.model.embed_tokens.weight)
+    target.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return make_prompts(8, VOCAB, longest=40)
+
+
+def shared_heads():
+    zero = torch.zeros(HIDDEN, HIDDEN)
+    tensors = {f"{head}.0.linear.weight": zero.clone() for head in range(2)}
+    return tensors | {f"{head}.0.linear.bias": torch.zeros(HIDDEN) for head in range(2)}
+
+
+def own_lm_heads(model):
+    from transformers import AutoModelForCausalLM
+
+    weight = AutoModelForCausalLM.from_pretrained(model).lm_head.weight.detach()
+    return shared_heads() | {f"{head}.1.weight": weight.clone() for head in range(2)}
+
+
+@pytest.mark.parametrize("kind", ["shared", "draft vocabulary", "own LM heads"])
+def test_two_ranks(kind, model, prompts, engine, tmp_path):
+    if kind == "own LM heads":
+        tensors, config = own_lm_heads(model), {}
+    else:
+        tensors, config = shared_heads(), {"version": "2"}
+        if kind == "draft vocabulary":  # most of it in the second rank's part
+            tensors["token_map"] = torch.cat([torch.arange(3, 40), torch.arange(100, VOCAB)])
+    config |= {"medusa_num_heads": 2, "medusa_num_layers": 1}
+    heads = save_heads(tmp_path / "heads", tensors, config)
+    tree = [[0], [1], [0, 0], [2], [0, 1], [1, 0], [3]]
+    options = {"speculative_config": {"method": "medusa", "model": str(heads), "tree": tree}}
+
+    expected = tokens(generate(engine(model), prompts, max_tokens=48))
+    one_rank = engine(model, disable_log_stats=False, **options)
+    assert tokens(generate(one_rank, prompts, max_tokens=48)) == expected
+    counters = {
+        metric.name: metric.value
+        for metric in one_rank.get_metrics()
+        if metric.name.startswith("vllm:spec_decode") and hasattr(metric, "value")
+    }
+    text_of_two, counters_of_two = run_two_ranks(tmp_path, model, options, prompts)
+    assert text_of_two == expected
+    # The same drafts, as many were right. How many were made depends on when requests arrive.
+    accepted = counters["vllm:spec_decode_num_accepted_tokens"]
+    assert counters_of_two["vllm:spec_decode_num_accepted_tokens"] == accepted
+    assert accepted > 0.2 * counters["vllm:spec_decode_num_drafts"]
