@@ -5,8 +5,8 @@ All of these mean the same:
     vllm serve MODEL --speculative-model medusa:HEADS
     vllm serve MODEL --spec-model medusa:HEADS --spec-tokens 7
     vllm serve MODEL --spec-method medusa --spec-model HEADS
-    vllm serve MODEL --speculative-config '{"method": "medusa", "model": "HEADS", "tree": [[0],
-    [1]]}' LLM(MODEL, speculative_config={"method": "medusa", "model": "HEADS"})
+    vllm serve MODEL --speculative-config '{"method": "medusa", "model": "HEADS"}'
+    LLM(MODEL, speculative_config={"method": "medusa", "model": "HEADS"})
 """
 
 from pathlib import Path
@@ -15,11 +15,11 @@ from typing import Any
 from vllm.config import ModelConfig, ParallelConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
-from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_medusa.heads.checkpoint import HeadsInfo, check_against_target, inspect_heads
+from vllm_medusa.options import PREFIX
 from vllm_medusa.tree import (
     MAX_NODES,
     TREE_FILE,
@@ -30,8 +30,6 @@ from vllm_medusa.tree import (
 )
 
 logger = init_logger(f"vllm.{__name__}")
-
-PREFIX = "medusa:"
 
 # Nodes of the default tree. On a CPU each row of a step costs time, on a GPU they are nearly free
 # at low batch sizes; a calibrated tree beside the heads replaces both.
@@ -80,28 +78,6 @@ class MedusaSpeculativeConfig(SpeculativeConfig):
             f"SpeculativeConfig(method='medusa', model={self.model!r}, "
             f"num_spec_tokens={self.num_speculative_tokens})"
         )
-
-
-def options_from_engine_args(args: EngineArgs) -> dict[str, Any] | None:
-    """The speculative options as one dict if they ask for Medusa, else None.
-
-    Merges ``--spec-method``, ``--spec-model`` and ``--spec-tokens`` into ``--speculative-config``
-    as ``EngineArgs.create_speculative_config`` does.
-    """
-    given = args.speculative_config if isinstance(args.speculative_config, dict) else {}
-    options = {key.replace("-", "_"): value for key, value in given.items()}
-    flags = {
-        "method": ("--spec-method", args.spec_method),
-        "model": ("--spec-model (or --speculative-model)", args.spec_model),
-        "num_speculative_tokens": ("--spec-tokens", args.spec_tokens),
-    }
-    merged = options | {key: value for key, (_, value) in flags.items() if value is not None}
-    if not _asks_for_medusa(merged):
-        return None
-    for key, (flag, value) in flags.items():
-        if value is not None and key in options:
-            raise ValueError(f"{flag} and --speculative-config['{key}'] are mutually exclusive")
-    return merged
 
 
 def speculative_config_from_options(
@@ -197,7 +173,3 @@ def _check_schedule(schedule: Any, num_nodes: int) -> None:
                 f"num_speculative_tokens_per_batch_size asks for {entry[2]} nodes at batch sizes "
                 f"{entry[0]} to {entry[1]}, but the tree holds {num_nodes}"
             )
-
-
-def _asks_for_medusa(options: dict[str, Any]) -> bool:
-    return options.get("method") == "medusa" or str(options.get("model")).startswith(PREFIX)

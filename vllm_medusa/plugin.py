@@ -58,12 +58,14 @@ def _wrap_create_speculative_config() -> None:
     def create_speculative_config(
         self: EngineArgs, target_model_config: Any, target_parallel_config: Any
     ) -> Any:
-        from vllm_medusa.config import options_from_engine_args, speculative_config_from_options
-        from vllm_medusa.manifest import check_seams
+        from vllm_medusa.options import options_from_engine_args
 
         options = options_from_engine_args(self)
         if options is None:
             return original(self, target_model_config, target_parallel_config)
+        from vllm_medusa.config import speculative_config_from_options
+        from vllm_medusa.manifest import check_seams
+
         check_seams()
         return speculative_config_from_options(options, target_model_config, target_parallel_config)
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from tests.integration.generation import make_prompts
@@ -77,8 +78,10 @@ def test_same_with_and_without_the_plugin(speculation, run):
     without = run(speculation, VLLM_PLUGINS="")
     assert without["modules"] == []
     with_plugin = run(speculation)
-    # Nothing was imported but the entry point.
-    assert with_plugin.pop("modules") == ["vllm_medusa", "vllm_medusa.plugin"]
+    # Nothing was imported but the entry point and what looks at the options.
+    assert with_plugin.pop("modules") == [
+        "vllm_medusa", "vllm_medusa.options", "vllm_medusa.plugin",
+    ]  # fmt: skip
     del without["modules"]
     assert with_plugin == without
     assert "medusa" not in json.dumps(without)
@@ -109,5 +112,5 @@ def test_vllm_own_refusals_stay(models):
             "method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2,
         },
     ).create_engine_config()  # fmt: skip
-    with pytest.raises(ValueError, match="not yet supported with speculative decoding"):
+    with pytest.raises(VLLMValidationError, match="not yet supported with speculative decoding"):
         SamplingParams(min_p=0.5)._validate_spec_decode(config.speculative_config)

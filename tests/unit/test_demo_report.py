@@ -21,6 +21,7 @@ from vllm_medusa.demo.report import (
     spread,
     summarize,
 )
+from vllm_medusa.demo.run import medusa_variants
 
 VARIANTS = [Variant("plain", None), Variant("tree", {"method": "medusa"})]
 
@@ -155,3 +156,19 @@ def test_a_busy_machine_does_not_hold_the_demo_up(engines):
     results = measure(engines, prompts(2), lambda _: None)
     assert len(FakeEngine.asked) == 3 * (2 + MAX_REPEATS)
     assert all(result.disturbed for result in results)
+
+
+def test_variants_name_the_nodes_they_verify(tmp_path):
+    def names(tree_nodes=None):
+        return [variant.name for variant in medusa_variants(tmp_path, 2, tree_nodes)]
+
+    assert names() == ["plain vLLM", "chain of 2", "tree"]
+    stored = {"num_speculative_tokens": 2, "paths": [[0], [1], [0, 0]]}
+    (tmp_path / "medusa_tree.json").write_text(json.dumps(stored))
+    assert names() == ["plain vLLM", "chain of 2", "tree of 2"]
+    assert names(tree_nodes=3)[-1] == "tree of 3"
+    assert medusa_variants(tmp_path, 2, 3)[-1].speculative_config == {
+        "method": "medusa",
+        "model": str(tmp_path),
+        "num_speculative_tokens": 3,
+    }

@@ -28,6 +28,7 @@ from vllm_medusa.demo.report import (
     summarize,
 )
 from vllm_medusa.demo.server import Server
+from vllm_medusa.tree import TREE_FILE, stored_num_nodes
 
 MAX_MODEL_LEN = 1024
 QUESTION = "Why is the sky blue? Answer in three sentences."
@@ -38,22 +39,22 @@ COUNTING_OPTIONS: dict[str, Any] = {"enforce_eager": True, "max_num_seqs": 16}
 
 
 def medusa_variants(heads: Path, chain_nodes: int, tree_nodes: int | None) -> list[Variant]:
-    """vLLM without speculation, a chain of `chain_nodes`, and the tree stored beside the heads.
+    """vLLM without speculation, a chain, and the tree stored beside the heads.
 
     Args:
         heads: folder of the heads.
         chain_nodes: length of the chain.
-        tree_nodes: cut the tree to its first nodes; None takes it whole.
+        tree_nodes: cut the tree to its first nodes; None takes as many as the tree's file says.
     """
     medusa = {"method": "medusa", "model": str(heads)}
-    cut = {"num_speculative_tokens": tree_nodes} if tree_nodes else {}
+    chain = medusa | {"tree": "chain", "num_speculative_tokens": chain_nodes}
+    stored = heads / TREE_FILE
+    nodes = tree_nodes or (stored_num_nodes(stored) if stored.is_file() else None)
+    tree = medusa | {"num_speculative_tokens": nodes} if nodes else medusa
     return [
         Variant("plain vLLM", None),
-        Variant(
-            f"chain of {chain_nodes}",
-            medusa | {"tree": "chain", "num_speculative_tokens": chain_nodes},
-        ),
-        Variant("tree" if tree_nodes is None else f"tree of {tree_nodes}", medusa | cut),
+        Variant(f"chain of {chain_nodes}", chain),
+        Variant(f"tree of {nodes}" if nodes else "tree", tree),
     ]
 
 
@@ -130,7 +131,7 @@ def count_tree_sizes(
 
 def print_table(console: Console, report: Report) -> None:
     """The report's table and what it means, in the terminal."""
-    table = Table(*HEADINGS, box=box.SIMPLE_HEAD)
+    table = Table(*HEADINGS, box=box.SIMPLE_HEAD, padding=0)
     for row in cells(report):
         table.add_row(*row)
     console.print(table)
