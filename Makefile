@@ -24,8 +24,15 @@ demo: setup ## serve SmolLM2-135M-Instruct with Medusa, chat, measure it beside 
 	@$(DEMO) $(ARGS)
 
 .PHONY: results
-results: setup ## the demo with more tree sizes, written into docs/
-	@$(DEMO) --sizes --output docs $(ARGS)
+results: setup ## measure again what the README and docs/ show (machine otherwise idle)
+	@$(DEMO) --no-serve --output docs $(ARGS)
+	@$(PYTHON_VENV) ci/update_readme.py
+	@$(MAKE) steps
+
+.PHONY: steps
+steps: setup ## measure what a step costs by tree size, into docs/steps.md
+	@$(CPU_ENV) && VLLM_LOGGING_LEVEL=WARNING $(PYTHON_VENV) benchmarks/step_time.py \
+		"$$($(PYTHON_VENV) -m vllm_medusa.demo.model)" "$(HEADS)" --output docs
 
 .PHONY: serve
 serve: setup ## serve the demo's model with Medusa on PORT (8000) until Ctrl-C

@@ -1,12 +1,12 @@
 """Where the time of a step goes, and what a step over T tokens costs.
 
-One engine, in this process, compiled as it is served. Every prompt is answered greedily with trees of
-0 (no speculation), 1, 2, 3, ... nodes in turn, so that all sizes are measured side by side; the time of
-every decoding step is split into its parts. From that: tokens per step by size (a property of heads
-and tree), the cost of a step by size (a property of the machine), the bound on the speed-up they
-give together, and what was reached.
+One engine, in this process, compiled as it is served. Every prompt is answered greedily with trees
+of 0 (no speculation), 1, 2, 3, ... nodes in turn, so that all sizes are measured side by side; the
+time of every decoding step is split into its parts. From that come: tokens per step by size (a
+property of heads and tree), the cost of a step by size (a property of the machine), the bound on
+the speed-up that they give together, and what was reached of it.
 
-    make bench-step            # or: python benchmarks/step_time.py MODEL HEADS --json FILE
+    make steps      # or: python benchmarks/step_time.py MODEL HEADS --output FOLDER
 """
 
 import argparse
@@ -62,8 +62,9 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 3, 4, 5, 7, 11, 15, 31, 63])
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--tree", help="as the option of that name; default: the heads' tree")
     parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path, help="folder for steps.json and steps.md")
     args = parser.parse_args()
 
     os.environ |= compile_environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -80,6 +81,7 @@ def main() -> None:
             "method": "medusa",
             "model": args.heads,
             "num_speculative_tokens": max(args.nodes),
+            **({"tree": args.tree} if args.tree else {}),
         },
     )
     engine = llm.llm_engine
@@ -135,8 +137,10 @@ def main() -> None:
         "compiled": not args.eager,
     }
     print(table(result))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    if args.output:
+        args.output.mkdir(parents=True, exist_ok=True)
+        (args.output / "steps.json").write_text(json.dumps(result, indent=1) + "\n")
+        (args.output / "steps.md").write_text(page(result))
 
 
 def summarise(
@@ -145,7 +149,11 @@ def summarise(
     tokens: dict[int, int],
     seconds: dict[int, list[float]],
 ) -> dict[str, Any]:
-    """Medians over steps by size; the bound, tokens per step / cost of a step, and what was reached."""
+    """Medians over steps by size.
+
+    The bound is tokens per step / (cost of the target's work + drafting), where 1 is the cost of a
+    step without speculation. The target's work is the forward pass, the LM head and drawing tokens.
+    """
 
     def target(step: dict[str, float]) -> float:
         return step["forward"] + step["LM head"] + step["acceptance"]
@@ -185,6 +193,26 @@ def table(result: dict[str, Any]) -> str:
     lines = ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
     lines += ["| " + " | ".join(str(value) for value in row.values()) + " |" for row in rows]
     return "\n".join(lines)
+
+
+def page(result: dict[str, Any]) -> str:
+    """A page for docs/."""
+    machine = "\n".join(f"- {key}: {value}" for key, value in result["machine"].items())
+    return f"""# What a step costs, and where its time goes
+
+Made by `make steps` (benchmarks/step_time.py): {result["prompts"]} prompts, {result["max_tokens"]}
+tokens each, greedy, batch 1, all sizes in one engine and one run. Times are medians over steps.
+Others kept {result["cores kept busy by other processes"]} cores busy.
+
+{machine}
+
+{table(result)}
+
+"Cost of the target" is forward, LM head and acceptance, relative to a step without speculation.
+The bound is tokens per step / (that cost + drafting); the speed-up is the median over prompts of
+the time of all decoding steps, relative to 0 nodes in the same engine. Above 1 "of the bound"
+means that the engine's own time, which the bound leaves out, is shared by more tokens.
+"""
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ def main() -> None:
         dtype="float32",
         max_model_len=1024,
         enforce_eager=args.enforce_eager,
+        # By default vLLM asks for most of the machine's memory, and fails where it is not free.
+        kv_cache_memory_bytes=2**30,
         speculative_config={"method": "medusa", "model": args.heads},
     )
     questions = ["Why is the sky blue?", "Write a Python function that reverses a string."]

@@ -1,4 +1,4 @@
-"""Whether the options ask for Medusa. Imported by every engine, so it imports nothing of its own."""
+"""Whether the options ask for Medusa: read by every engine, so it imports nothing else of ours."""
 
 from typing import Any
 

@@ -95,9 +95,7 @@ def tokens(outputs: Iterable[RequestOutput]) -> list[list[int]]:
 
 def endings(outputs: Iterable[RequestOutput]) -> list[tuple[str | None, int | str | None]]:
     """Why each request ended, and the token that stopped it."""
-    return [
-        (output.outputs[0].finish_reason, output.outputs[0].stop_reason) for output in outputs
-    ]
+    return [(output.outputs[0].finish_reason, output.outputs[0].stop_reason) for output in outputs]
 
 
 def continuations(

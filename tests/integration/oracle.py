@@ -51,7 +51,6 @@ class Oracle:
                 tokens.append(wrong if wrong < right or right < 0 else wrong + 1)
         return tokens
 
-
     def deal(self, paths: list[tuple[int, ...]], longest: int) -> tuple[int, ...]:
         """The end of the path to offer; every one comes up once before any comes up again."""
         fitting = [end for end in self.deck if len(end) <= longest]

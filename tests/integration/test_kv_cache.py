@@ -31,8 +31,8 @@ def final_caches(llm) -> Iterator[dict[tuple[int, ...], torch.Tensor]]:
     """Keys and values of every request as they are when vLLM frees its blocks.
 
     Yields:
-        All tokens of a request -> [layers, 2, committed tokens, kv_heads, head_size]. The last token
-        is not committed: it was never read.
+        All tokens of a request -> [layers, 2, committed tokens, kv_heads, head_size]. The last
+        token is not committed: it was never read.
     """
     free = Scheduler._free_blocks
     found: dict[tuple[int, ...], torch.Tensor] = {}
@@ -42,10 +42,11 @@ def final_caches(llm) -> Iterator[dict[tuple[int, ...], torch.Tensor]]:
         blocks = torch.tensor(self.kv_cache_manager.get_block_ids(request.request_id)[0])
         places = torch.arange(request.num_tokens - 1)
         block_size = runner.kv_caches[0].shape[2]
+        slots = blocks[places // block_size], places % block_size
         found[tuple(request.all_token_ids)] = torch.stack(
             [
-                torch.stack([part[blocks[places // block_size], places % block_size] for part in kv])
-                for kv in map(split_cache, runner.kv_caches)
+                torch.stack([keys[slots], values[slots]])
+                for keys, values in map(split_cache, runner.kv_caches)
             ]
         )
         return free(self, request)

@@ -1,9 +1,10 @@
-"""Sampled output has the target's distribution; with a seed it is the very text without speculation."""
+"""Sampled output has the target's distribution; with a seed it is the text without speculation."""
 
 import itertools
 
 import pytest
 import torch
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.integration.generation import (
     SMALL_BUSHY,
@@ -11,22 +12,21 @@ from tests.integration.generation import (
     generate,
     make_prompts,
     medusa,
-    sampling_params,
     tokens,
 )
 from tests.integration.oracle import Oracle, oracle_drafts
-from tests.integration.tiny import VOCAB
+from tests.integration.tiny import VOCAB, add_tokenizer
 from tests.integration.watch import watching
 from vllm_medusa.drafter import MedusaDrafter
 from vllm_medusa.runner import v1
 
-# -- the distribution --------------------------------------------------------------------------------
+# -- the distribution ------------------------------------------------------------------------------
 
 SMALL_VOCAB = 16
 NUM_SAMPLES = 20_000
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-# Several children at the root and below; the third generated token is drawn at a node, if the second
-# is one.
+# Several children at the root and below; the third generated token is drawn at a node, if the
+# second is one.
 TREE = [[0], [1], [0, 0], [2], [0, 1], [3], [1, 0], [4], [0, 2], [1, 1], [2, 0], [0, 0, 0]]
 
 SETTINGS = {
@@ -190,7 +190,7 @@ def test_broken_rules_are_found(rule, sample, logits, monkeypatch):
     assert chance < 1e-6
 
 
-# -- seeds and rules ---------------------------------------------------------------------------------
+# -- seeds and rules -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -256,12 +256,6 @@ def test_seeds_with_preemption(tree_engine, models, reference):
     assert watch.preemptions > 3
 
 
-def bad_words(params, words):
-    """vLLM makes token ids of words through the tokenizer, which these models lack."""
-    params._bad_words_token_ids = words
-    return params
-
-
 RULES = {
     "none": lambda text: {},
     "repetition penalty": lambda text: {"repetition_penalty": 1.4},
@@ -295,27 +289,58 @@ def test_rules(temperature, tree_engine, models, reference):
         assert output.outputs[0].finish_reason == should.outputs[0].finish_reason
 
 
+@pytest.fixture(scope="module")
+def with_tokenizer(models, heads, module_engine):
+    """Engines with a tokenizer, without and with trees."""
+    model = add_tokenizer(models("llama", pad_token_id=0))
+    tree = medusa(heads(max(map(len, SMALL_BUSHY))), SMALL_BUSHY)
+    return [module_engine(model, skip_tokenizer_init=False, **options) for options in ({}, tree)]
+
+
+def printable(text):
+    """The characters of a text, as the tokenizer has them."""
+    return [chr(token) for token in text if 32 < token < 127]
+
+
+WORDS = {
+    "none": lambda text: {},
+    "bad words": lambda text: {
+        "bad_words": [*printable(text)[:3], "".join(map(chr, range(97, 100)))]
+    },
+    "stop strings": lambda text: {"stop": printable(text)[4:6]},
+    "regular expression": lambda text: {
+        "structured_outputs": StructuredOutputsParams(regex="[0-9]{3,12}(abc|xyz)+"),
+        "ignore_eos": False,
+    },
+}
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_bad_words(temperature, tree_engine, models, plain_engine):
-    prompts = make_prompts(8, VOCAB, seed=12)
+def test_rules_in_words(temperature, with_tokenizer):
+    """Rules that need a tokenizer. Requests with a grammar get no trees and disturb no others."""
+    plain, trees = with_tokenizer
+    prompts = make_prompts(3 * len(WORDS), VOCAB, seed=12)
     each = [{"temperature": temperature, "seed": number} for number in range(len(prompts))]
-    texts = tokens(generate(plain_engine(models()), prompts, each, max_tokens=30))
-
-    def run(llm):
-        params = [
-            bad_words(
-                sampling_params(**own, max_tokens=30), [text[5:6], text[8:10], text[11:14]]
-            )
-            for own, text in zip(each, texts, strict=True)
-        ]
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        return tokens(llm.generate(inputs, params, use_tqdm=False))
-
-    expected = run(plain_engine(models()))
-    assert all(said != text for said, text in zip(expected, texts, strict=True))
-    with watching() as watch, oracle_drafts(Oracle(continuations(prompts, expected), VOCAB)):
-        assert run(tree_engine()) == expected
+    texts = tokens(generate(plain, prompts, each, max_tokens=40))
+    rules = itertools.cycle(WORDS.items())
+    each = [own | rule(text) for own, (_, rule), text in zip(each, rules, texts, strict=False)]
+    params = {"max_tokens": 40, "detokenize": True}
+    expected = generate(plain, prompts, each, **params)
+    # A stop string only ends a text. Its tokens may go on behind it, up to the step's last one.
+    texts_to_come = [
+        text if "stop" in own else said
+        for own, text, said in zip(each, texts, tokens(expected), strict=True)
+    ]
+    known = continuations(prompts, texts_to_come)
+    with watching() as watch, oracle_drafts(Oracle(known, VOCAB)):
+        outputs = generate(trees, prompts, each, **params)
     assert len(watch.lengths) > 3
+    for own, output, should in zip(each, outputs, expected, strict=True):
+        assert output.outputs[0].text == should.outputs[0].text, own
+        assert output.outputs[0].finish_reason == should.outputs[0].finish_reason
+        assert output.outputs[0].stop_reason == should.outputs[0].stop_reason
+    for index, name in zip(range(len(prompts)), itertools.cycle(WORDS)):
+        assert (tokens(expected)[index] != texts[index]) == (name != "none")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -328,7 +353,9 @@ def test_logprobs(temperature, tree_engine, models, reference):
     ]
     each[-1]["prompt_logprobs"] = 2
     expected = reference(models(), prompts, each, max_tokens=30)
-    outputs, _ = assert_same_with_trees(tree_engine(), prompts, each, expected, max_tokens=30)
+    llm = tree_engine(max_num_batched_tokens=60, max_num_seqs=24)
+    outputs, watch = assert_same_with_trees(llm, prompts, each, expected, max_tokens=30)
+    assert watch.met("chunk", "tree")
     for own, output, should in zip(each, outputs, expected, strict=True):
         assert_logprobs_agree(output.outputs[0].logprobs, should.outputs[0].logprobs)
         assert_logprobs_agree(output.prompt_logprobs, should.prompt_logprobs)

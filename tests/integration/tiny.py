@@ -57,6 +57,22 @@ def make_model(
     return folder
 
 
+def add_tokenizer(folder: Path) -> Path:
+    """Save a tokenizer beside a model: tokens 32 to 126 are ASCII characters, others are words."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    words |= {chr(i) if 32 <= i < 127 else f"<{i}>": i for i in range(3, VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
+    return folder
+
+
 def make_heads(
     folder: Path,
     num_heads: int,

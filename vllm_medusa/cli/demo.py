@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder for the table, the numbers and the picture (default: demo-results)",
     )
     parser.add_argument(
-        "--chain-nodes", type=int, default=2, help="length of the chain (default: 2)"
+        "--chain-nodes", type=int, default=1, help="length of the chain (default: 1, the best)"
     )
     parser.add_argument(
         "--tree-nodes", type=int, help="take the first nodes of the tree (default: all of them)"

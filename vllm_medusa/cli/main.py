@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from vllm_medusa import __version__
 
 COMMANDS = {
+    "demo": ("vllm_medusa.cli.demo", "serve a small model with Medusa, chat, measure the gain"),
     "inspect": ("vllm_medusa.cli.inspect", "show what a checkpoint of heads holds and what is odd"),
 }
 

@@ -152,7 +152,7 @@ def run_demo(
     console: Console,
     heads: Path,
     output: Path,
-    chain_nodes: int = 2,
+    chain_nodes: int = 1,
     tree_nodes: int | None = None,
     serve: bool = True,
     sizes: bool = False,
