@@ -17,6 +17,7 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
 
 from vllm_medusa.heads.checkpoint import HeadsInfo, check_against_target, inspect_heads
 from vllm_medusa.options import PREFIX
@@ -166,10 +167,12 @@ def _choose_tree(options: dict[str, Any], info: HeadsInfo) -> TokenTree:
 
 
 def _check_schedule(schedule: Any, num_nodes: int) -> None:
-    """Refuse a batch-size schedule that asks for more than the tree; vLLM checks all else of it."""
-    for entry in schedule if isinstance(schedule, list) else []:
-        if len(entry) == 3 and entry[2] > num_nodes:
+    """Refuse a batch-size schedule here that vLLM's scheduler would refuse after loading."""
+    if schedule is None:
+        return
+    for start, end, nodes in validate_and_normalize_dynamic_sd_schedule(schedule):
+        if nodes > num_nodes:
             raise ValueError(
-                f"num_speculative_tokens_per_batch_size asks for {entry[2]} nodes at batch sizes "
-                f"{entry[0]} to {entry[1]}, but the tree holds {num_nodes}"
+                f"num_speculative_tokens_per_batch_size asks for {nodes} nodes at batch sizes "
+                f"{start} to {end}, but the tree holds {num_nodes}"
             )

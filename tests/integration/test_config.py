@@ -132,6 +132,8 @@ def test_a_batch_size_schedule_is_passed_on(target, heads):
             {"num_speculative_tokens_per_batch_size": [[1, 4, 9]]},
             ["9 nodes at batch sizes 1 to 4", "the tree holds 3"],
         ),
+        ({"num_speculative_tokens_per_batch_size": [[2, 8, 3]]}, ["1"]),
+        ({"num_speculative_tokens_per_batch_size": []}, ["empty"]),
     ],
 )  # fmt: skip
 def test_unusable_options_are_refused(target, heads, options, words):
@@ -227,6 +229,7 @@ def test_unsupported_targets_are_refused(config, architecture, words, heads, tmp
         ({"kv_cache_dtype": "fp8"}, "KV cache type 'fp8'"),
         ({"pipeline_parallel_size": 2}, "pipeline parallel size 2"),
         ({"enable_lora": True, "max_num_batched_tokens": 8192}, "LoRA"),
+        ({"long_prefill_token_threshold": 3}, "--long-prefill-token-threshold 3"),
         ({"block_size": 48}, "block size 48"),
         ({"enable_prompt_embeds": True}, "prompt embeddings"),
         ({"logits_processors": ["a.b:C"]}, "custom logits processors"),

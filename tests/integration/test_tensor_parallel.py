@@ -102,7 +102,9 @@ def own_lm_heads(model):
     return shared_heads() | {f"{head}.1.weight": weight.clone() for head in range(2)}
 
 
-@pytest.mark.parametrize("kind", ["shared", "draft vocabulary", "own LM heads"])
+@pytest.mark.parametrize(
+    "kind", ["shared", "draft vocabulary", "one rank's vocabulary", "own LM heads"]
+)
 def test_two_ranks(kind, model, prompts, engine, tmp_path):
     if kind == "own LM heads":
         tensors, config = own_lm_heads(model), {}
@@ -110,6 +112,8 @@ def test_two_ranks(kind, model, prompts, engine, tmp_path):
         tensors, config = shared_heads(), {"version": "2"}
         if kind == "draft vocabulary":  # most of it in the second rank's part
             tensors["token_map"] = torch.cat([torch.arange(3, 40), torch.arange(100, VOCAB)])
+        if kind == "one rank's vocabulary":  # nothing of it in the first rank's part
+            tensors["token_map"] = torch.arange(VOCAB // 2, VOCAB)
     config |= {"medusa_num_heads": 2, "medusa_num_layers": 1}
     heads = save_heads(tmp_path / "heads", tensors, config)
     tree = [[0], [1], [0, 0], [2], [0, 1], [1, 0], [3]]

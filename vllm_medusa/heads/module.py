@@ -180,7 +180,10 @@ def _shared_lm_head(
             "use heads without token_map, or with their own LM heads"
         )
     mine = token_map[(token_map >= start) & (token_map < stop)]
-    return Projection(lm_head.weight.data[mine - start].contiguous()), mine
+    # A rank may hold no token of the draft vocabulary. Products without rows fail in some kernels,
+    # so one row is kept, which top_tokens cuts off again.
+    rows = mine - start if len(mine) else torch.zeros(1, dtype=torch.int64)
+    return Projection(lm_head.weight.data[rows].contiguous()), mine
 
 
 def _merge_ranks(values: torch.Tensor, tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:

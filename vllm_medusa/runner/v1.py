@@ -101,6 +101,9 @@ class MedusaCPUModelRunner(CPUModelRunner):
         draft_tokens = _pad_drafts(spec_decode_metadata.draft_token_ids, num_nodes)
         num_reqs, width = draft_tokens.shape
         active = torch.from_numpy(~self.discard_request_mask.np[:num_reqs])
+        if (holder := self.input_batch.thinking_budget_state_holder) is not None:
+            # With speculation it expects a row per draft; the walk hands it one row per request.
+            holder.in_spec_mode = False
         target = _Target(self, logits, first_rows)
         paths = walk(
             target.draw,
@@ -109,7 +112,7 @@ class MedusaCPUModelRunner(CPUModelRunner):
             active,
             target.max_steps(),
         )
-        target.close(paths)
+        target.close()
         self.last_rows = first_rows + paths.last_rows
         self._compact(paths, num_nodes)
         return SamplerOutput(
@@ -187,7 +190,7 @@ class _Target:
         if _is_plain(self.metadata):  # in float32, as the sampler does it
             self.greedy = runner.sampler.greedy_sample(logits.to(torch.float32))
         self.outputs = runner.input_batch.req_output_token_ids
-        self.appended: list[tuple[list[int], int]] = []
+        self.appended: list[list[int]] = []
         self.steps: list[LogprobsTensors] = []
 
     def max_steps(self) -> torch.Tensor | None:
@@ -218,6 +221,7 @@ class _Target:
             thinking_budget_state_holder=(
                 self.metadata.thinking_budget_state_holder if step == 0 else None
             ),
+            spec_token_ids=None,  # the path's tokens are in the outputs already
         )
         output = self.runner.sampler(logits=self.logits[rows], sampling_metadata=metadata)
         tokens = output.sampled_token_ids[:, 0].long()
@@ -226,12 +230,12 @@ class _Target:
         for index, token in enumerate(tokens.tolist()):
             if is_active[index] and self.outputs[index] is not None:
                 self.outputs[index].append(token)
-                self.appended.append((self.outputs[index], token))
+                self.appended.append(self.outputs[index])
         return tokens
 
-    def close(self, paths: AcceptedPaths) -> None:
+    def close(self) -> None:
         """Take the path's tokens back out; vLLM's bookkeeping appends them once they are final."""
-        for output, _ in reversed(self.appended):
+        for output in self.appended:
             output.pop()
         self.appended.clear()
 
