@@ -35,4 +35,3 @@ class TreeBank:
         self.parents = torch.from_numpy(parents).to(device)
         self.depth_offset = torch.from_numpy(depth_offset).to(device)
         self.ancestors = torch.from_numpy(packed).to(device)
-        self.max_depth = max(tree.depth for tree in trees)

@@ -82,7 +82,9 @@ class MedusaSpeculativeConfig(SpeculativeConfig):
 
 
 def speculative_config_from_options(
-    options: dict[str, Any], target_model: ModelConfig, target_parallel: ParallelConfig
+    options: dict[str, Any],
+    target_model_config: ModelConfig,
+    target_parallel_config: ParallelConfig,
 ) -> MedusaSpeculativeConfig:
     """Check the options and build the config.
 
@@ -113,26 +115,34 @@ def speculative_config_from_options(
     info = inspect_heads(heads, options.get("revision"))
     for warning in info.warnings:
         logger.warning_once("medusa heads %s: %s", heads, warning)
-    vocab_size = target_model.get_vocab_size()
+    vocab_size = target_model_config.get_vocab_size()
     check_against_target(
         info,
-        hidden_size=target_model.get_hidden_size(),
+        hidden_size=target_model_config.get_hidden_size(),
         vocab_size=vocab_size,
-        target=target_model.model,
+        target=target_model_config.model,
     )
     tree = _choose_tree(options, info)
     tree.check_fits(info.num_heads, info.draft_vocab_size or vocab_size, f"medusa heads {heads}")
-    _check_schedule(options.get("num_speculative_tokens_per_batch_size"), len(tree))
+    schedule = options.get("num_speculative_tokens_per_batch_size")
+    if schedule is None:
+        # The same at every batch size. Said to vLLM as a schedule, because without one its
+        # scheduler pads requests that have one token to read with placeholder drafts, for CUDA
+        # graphs' sake: rows computed for nothing, and with a small token budget it never schedules
+        # them.
+        schedule = [[1, 1, len(tree)]]
+    _check_schedule(schedule, len(tree))
     chosen = {
         "method": "medusa",
         "model": heads,
         "tree": [list(path) for path in tree.paths],
         "num_speculative_tokens": len(tree),
+        "num_speculative_tokens_per_batch_size": schedule,
     }
     return MedusaSpeculativeConfig(
         **options | chosen,
-        target_model_config=target_model,
-        target_parallel_config=target_parallel,
+        target_model_config=target_model_config,
+        target_parallel_config=target_parallel_config,
     )
 
 
@@ -168,8 +178,6 @@ def _choose_tree(options: dict[str, Any], info: HeadsInfo) -> TokenTree:
 
 def _check_schedule(schedule: Any, num_nodes: int) -> None:
     """Refuse a batch-size schedule here that vLLM's scheduler would refuse after loading."""
-    if schedule is None:
-        return
     for start, end, nodes in validate_and_normalize_dynamic_sd_schedule(schedule):
         if nodes > num_nodes:
             raise ValueError(

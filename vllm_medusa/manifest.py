@@ -29,6 +29,11 @@ def supported_versions() -> list[str]:
     return sorted(path.stem for path in manifest_folder().glob("*.json"))
 
 
+def is_supported(version: str) -> bool:
+    """Whether a release (``vllm.__version__``) has a manifest."""
+    return (manifest_folder() / f"{version.split('+')[0]}.json").is_file()
+
+
 def read_manifest(version: str) -> list[dict[str, Any]]:
     """The seams of a release.
 

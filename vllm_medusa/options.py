@@ -16,9 +16,9 @@ def options_from_engine_args(args: EngineArgs) -> dict[str, Any] | None:
     given = args.speculative_config if isinstance(args.speculative_config, dict) else {}
     options = {key.replace("-", "_"): value for key, value in given.items()}
     flags = {
-        "method": ("--spec-method", args.spec_method),
-        "model": ("--spec-model (or --speculative-model)", args.spec_model),
-        "num_speculative_tokens": ("--spec-tokens", args.spec_tokens),
+        "method": ("--spec-method", getattr(args, "spec_method", None)),
+        "model": ("--spec-model (or --speculative-model)", getattr(args, "spec_model", None)),
+        "num_speculative_tokens": ("--spec-tokens", getattr(args, "spec_tokens", None)),
     }
     merged = options | {key: value for key, (_, value) in flags.items() if value is not None}
     if not _asks_for_medusa(merged):

@@ -9,8 +9,12 @@ reason in ``patches/``, and compared with the installed vLLM before the first us
 import functools
 from typing import Any
 
+import vllm
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
+
+from vllm_medusa.manifest import check_seams, is_supported
+from vllm_medusa.options import options_from_engine_args
 
 _MARK = "_vllm_medusa"
 
@@ -19,8 +23,12 @@ def register() -> None:
     """Wrap vLLM's seams; calling it again changes nothing."""
     if hasattr(EngineArgs.create_speculative_config, _MARK):
         return
-    _wrap_add_cli_args()
     _wrap_create_speculative_config()
+    # In a release that was never tested only this one is wrapped: it says so when Medusa is asked
+    # for, and nothing else can go wrong.
+    if not is_supported(vllm.__version__):
+        return
+    _wrap_add_cli_args()
     _wrap_create_engine_config()
     _wrap_validate_spec_decode()
 
@@ -55,19 +63,14 @@ def _wrap_create_speculative_config() -> None:
     original = EngineArgs.create_speculative_config
 
     @functools.wraps(original)
-    def create_speculative_config(
-        self: EngineArgs, target_model_config: Any, target_parallel_config: Any
-    ) -> Any:
-        from vllm_medusa.options import options_from_engine_args
-
+    def create_speculative_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
         options = options_from_engine_args(self)
         if options is None:
-            return original(self, target_model_config, target_parallel_config)
-        from vllm_medusa.config import speculative_config_from_options
-        from vllm_medusa.manifest import check_seams
-
+            return original(self, *args, **kwargs)
         check_seams()
-        return speculative_config_from_options(options, target_model_config, target_parallel_config)
+        from vllm_medusa.config import speculative_config_from_options
+
+        return speculative_config_from_options(options, *args, **kwargs)
 
     EngineArgs.create_speculative_config = _mark(create_speculative_config)
 

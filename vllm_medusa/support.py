@@ -108,21 +108,11 @@ def _has_sliding_window(text_config: object) -> bool:
 
 def _engine_problems(config: VllmConfig) -> Iterator[str]:
     parallel, cache = config.parallel_config, config.cache_config
-    if cache.cache_dtype not in ("auto", "float32", "bfloat16", "float16"):
-        yield f"KV cache type {cache.cache_dtype!r}: only unquantised caches, --kv-cache-dtype auto"
+    model_type = str(config.model_config.dtype).removeprefix("torch.")
+    if cache.cache_dtype not in ("auto", model_type):
+        yield f"KV cache type {cache.cache_dtype!r}: only the model's own, --kv-cache-dtype auto"
     if cache.block_size % 32:  # vLLM's CPU attention takes no other, and says so only in the worker
         yield f"block size {cache.block_size}: use a multiple of 32; the default is 128"
-    spec, threshold = (
-        config.speculative_config,
-        config.scheduler_config.long_prefill_token_threshold,
-    )
-    if 0 < threshold <= config.num_speculative_tokens and not (
-        spec is not None and spec.num_speculative_tokens_per_batch_size
-    ):
-        yield (
-            f"--long-prefill-token-threshold {threshold}: vLLM's scheduler needs more than the "
-            f"{config.num_speculative_tokens} nodes of the tree there"
-        )
     if parallel.pipeline_parallel_size > 1:
         yield f"pipeline parallel size {parallel.pipeline_parallel_size}: use tensor parallelism"
     if parallel.data_parallel_size > 1:

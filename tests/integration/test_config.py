@@ -229,7 +229,7 @@ def test_unsupported_targets_are_refused(config, architecture, words, heads, tmp
         ({"kv_cache_dtype": "fp8"}, "KV cache type 'fp8'"),
         ({"pipeline_parallel_size": 2}, "pipeline parallel size 2"),
         ({"enable_lora": True, "max_num_batched_tokens": 8192}, "LoRA"),
-        ({"long_prefill_token_threshold": 3}, "--long-prefill-token-threshold 3"),
+        ({"kv_cache_dtype": "bfloat16"}, "KV cache type 'bfloat16'"),
         ({"block_size": 48}, "block size 48"),
         ({"enable_prompt_embeds": True}, "prompt embeddings"),
         ({"logits_processors": ["a.b:C"]}, "custom logits processors"),

@@ -139,7 +139,7 @@ def test_prefix_cache(block_size, tree_engine, models, reference):
 
 
 def test_all_but_one_token_cached(tree_engine, models, reference):
-    """Such a request reads one token, and vLLM pads it to a tree of -1 while others decode."""
+    """Such a request reads one token; vLLM would pad it with drafts of -1: that is off."""
     block_size = 32
     cached = [prompt[: 2 * block_size + 1] for prompt in make_prompts(4, VOCAB, prefix=80, seed=3)]
     for number, prompt in enumerate(cached):
@@ -154,8 +154,25 @@ def test_all_but_one_token_cached(tree_engine, models, reference):
     with watching() as watch, oracle_drafts(Oracle(continuations(prompts, expected), VOCAB)):
         said = step_through(llm, arrivals, {})
     assert [said[name] for name in "efghabcd"] == expected
-    assert sum(step["padded"] for step in watch.steps) == len(cached)
-    assert watch.met("padded", "tree")
+    assert not any(step["padded"] for step in watch.steps)
+
+
+def test_a_tree_larger_than_the_token_budget(tree_engine, models, reference):
+    """With padding, a request that has one token to read would wait for ever."""
+    prompt = make_prompts(1, VOCAB, prefix=33, seed=5)[0][:33]
+    expected = tokens(reference(models(), [prompt], max_tokens=LENGTH))
+    llm = tree_engine(
+        tree=TREES["bushy63"],
+        enable_prefix_caching=True,
+        block_size=32,
+        max_num_batched_tokens=32,
+        max_num_seqs=4,
+    )
+    generate(llm, [prompt], max_tokens=1)
+    with oracle_drafts(Oracle(continuations([prompt], expected), VOCAB)):
+        outputs = generate(llm, [prompt], max_tokens=LENGTH)
+    assert outputs[0].num_cached_tokens == 32
+    assert tokens(outputs) == expected
 
 
 # -- requests that come, go and wait ---------------------------------------------------------------

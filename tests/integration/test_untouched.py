@@ -75,9 +75,14 @@ def test_same_with_and_without_the_plugin(models, tmp_path):
     (with_plugin, modules), (without, none) = results
     assert with_plugin == without
     assert "medusa" not in json.dumps(without).lower()
-    # Of the package only the entry point was imported, and what looks at the options.
+    # Of the package only the entry point was imported, and what looks at version and options.
     assert none == []
-    assert modules == ["vllm_medusa", "vllm_medusa.options", "vllm_medusa.plugin"]
+    assert modules == [
+        "vllm_medusa",
+        "vllm_medusa.manifest",
+        "vllm_medusa.options",
+        "vllm_medusa.plugin",
+    ]
 
 
 def test_registering_again_changes_nothing():
@@ -107,3 +112,31 @@ def test_vllm_own_refusals_stay(models):
     ).create_engine_config()  # fmt: skip
     with pytest.raises(VLLMValidationError, match="not yet supported with speculative decoding"):
         SamplingParams(min_p=0.5)._validate_spec_decode(config.speculative_config)
+
+
+UNKNOWN_RELEASE = """
+import sys
+import vllm
+vllm.__version__ = "9.9.9"
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+parser = EngineArgs.add_cli_args
+del SamplingParams._validate_spec_decode, EngineArgs.spec_tokens  # a release may lack them
+args = EngineArgs(model=sys.argv[1], skip_tokenizer_init=True, spec_model="medusa:heads")
+assert EngineArgs.add_cli_args is parser
+try:
+    args.create_speculative_config(None, None)
+except RuntimeError as error:
+    print("RESULT", error)
+"""
+
+
+def test_an_unknown_release_is_left_alone(models):
+    result = subprocess.run(
+        [sys.executable, "-c", UNKNOWN_RELEASE, models()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "RESULT vllm-medusa does not support vLLM 9.9.9" in result.stdout, result.stderr[-2000:]

@@ -179,6 +179,11 @@ def _shared_lm_head(
             f"target's LM head, but that is quantised ({type(lm_head.quant_method).__name__}): "
             "use heads without token_map, or with their own LM heads"
         )
+    if getattr(lm_head, "bias", None) is not None:
+        raise HeadsError(
+            f"medusa heads {heads} use a draft vocabulary (token_map), but the LM head of the "
+            f"target {type(target).__name__} has a bias: use heads without token_map"
+        )
     mine = token_map[(token_map >= start) & (token_map < stop)]
     # A rank may hold no token of the draft vocabulary. Products without rows fail in some kernels,
     # so one row is kept, which top_tokens cuts off again.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingType
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.sample.logits_processor.builtin import (
@@ -25,7 +26,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_medusa.acceptance import NO_TOKEN, AcceptedPaths, walk
 from vllm_medusa.attention.cpu import TreeCPUAttentionMetadataBuilder, tree_attention_backend
-from vllm_medusa.attention.kernels import move_slots
+from vllm_medusa.attention.kernels import load_library, move_slots
 from vllm_medusa.bank import TreeBank
 from vllm_medusa.compaction import accepted_moves
 from vllm_medusa.drafter import MedusaDrafter
@@ -53,9 +54,19 @@ class MedusaCPUModelRunner(CPUModelRunner):
         self.last_rows: torch.Tensor | None = None
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
+        load_library()  # compiles the kernel if need be: not in the first request's time
         with tree_attention_backend():
             super().load_model(load_dummy_weights)
         check_attention_layers(self.compilation_config.static_forward_context)
+
+    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        groups = len(kv_cache_config.kv_cache_groups)
+        if groups != 1:
+            raise ValueError(
+                f"medusa needs one group of KV cache layers, this target has {groups}: its layers "
+                "keep their caches in different ways"
+            )
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
 
     # -- before the forward pass -------------------------------------------------------------------
 
@@ -86,9 +97,6 @@ class MedusaCPUModelRunner(CPUModelRunner):
         in_tree = (num_nodes > 0)[self.req_indices.cpu[:num_tokens].long()]
         offset = self.bank.depth_offset[0][rows.clamp(max=self.bank.depth_offset.shape[1] - 1)]
         self.positions[:num_tokens] += offset * in_tree
-        # A request that vLLM padded with drafts that are no tokens (-1) reads token 0 there; no
-        # token drawn from the target equals -1, so nothing of it is kept.
-        self.input_ids.gpu[:num_tokens].clamp_(min=0)
 
     # -- acceptance and compaction -----------------------------------------------------------------
 
@@ -116,7 +124,8 @@ class MedusaCPUModelRunner(CPUModelRunner):
         self.last_rows = first_rows + paths.last_rows
         self._compact(paths, num_nodes)
         return SamplerOutput(
-            sampled_token_ids=paths.tokens.to(torch.int32), logprobs_tensors=target.logprobs()
+            sampled_token_ids=paths.tokens.to(torch.int32),
+            logprobs_tensors=target.logprobs(num_steps=paths.tokens.shape[1]),
         )
 
     def _compact(self, paths: AcceptedPaths, num_nodes: torch.Tensor) -> None:
@@ -173,10 +182,10 @@ class MedusaCPUModelRunner(CPUModelRunner):
 class _Target:
     """Draws tokens from the target for the walk, exactly as vLLM would at that place.
 
-    Greedy requests without further rules take one argmax over all rows. Otherwise each step runs
-    vLLM's own sampler on one row per request, with the path's tokens appended to the request's
-    output, so that every rule (penalties, bias, masks, top-k, top-p, min-p, seeds, logprobs) sees
-    what it would see without speculation.
+    Greedy requests without further rules take one argmax over all rows. While others are on their
+    way, each step runs vLLM's own sampler on one row per request, with the path's tokens appended
+    to the request's output, so that every rule (penalties, bias, masks, top-k, top-p, min-p, seeds,
+    logprobs) sees what it would see without speculation.
     """
 
     def __init__(
@@ -186,9 +195,14 @@ class _Target:
         self.logits = logits
         self.first_rows = first_rows
         self.metadata = runner.input_batch.sampling_metadata
-        self.greedy = None
-        if _is_plain(self.metadata):  # in float32, as the sampler does it
-            self.greedy = runner.sampler.greedy_sample(logits.to(torch.float32))
+        # In float32, as the sampler does it.
+        self.greedy = runner.sampler.greedy_sample(logits.to(torch.float32))
+        self.needs_sampler = None
+        if not _is_plain(self.metadata):
+            requests = [runner.requests[name] for name in runner.input_batch.req_ids]
+            self.needs_sampler = torch.tensor(
+                [_needs_sampler(request.sampling_params) for request in requests]
+            )
         self.outputs = runner.input_batch.req_output_token_ids
         self.appended: list[list[int]] = []
         self.steps: list[LogprobsTensors] = []
@@ -211,7 +225,9 @@ class _Target:
     def draw(self, rows: torch.Tensor, active: torch.Tensor, step: int) -> torch.Tensor:
         """Draw one token per request at ``rows``; see ``acceptance.walk``."""
         rows = self.first_rows + rows
-        if self.greedy is not None:
+        # The first token of all requests comes from the sampler, as vLLM does it; later ones only
+        # while a request is on its way that is more than plain greedy.
+        if self.needs_sampler is None or (step > 0 and not (self.needs_sampler & active).any()):
             return self.greedy[rows]
         is_active = active.tolist()
         metadata = replace(
@@ -239,13 +255,15 @@ class _Target:
             output.pop()
         self.appended.clear()
 
-    def logprobs(self) -> LogprobsTensors | None:
+    def logprobs(self, num_steps: int) -> LogprobsTensors | None:
         """Logprobs of the drawn tokens, [requests * steps, logprobs + 1], in vLLM's flat order."""
         if not self.steps:
             return None
+        # Steps without the sampler hold no token of a request that asks for logprobs.
+        steps = self.steps + self.steps[-1:] * (num_steps - len(self.steps))
         return LogprobsTensors(
             *(
-                torch.stack([step[field] for step in self.steps], dim=1).flatten(0, 1)
+                torch.stack([step[field] for step in steps], dim=1).flatten(0, 1)
                 for field in range(3)
             )
         )
@@ -276,6 +294,23 @@ def _is_plain(metadata: SamplingMetadata) -> bool:
         and not metadata.logprob_token_ids
         and not (holder is not None and holder.has_tracked_requests())
         and not any(map(_is_in_use, metadata.logitsprocs.non_argmax_invariant))
+    )
+
+
+def _needs_sampler(params: Any) -> bool:
+    """Whether a request is more than plain greedy, by what it asks for."""
+    return not (
+        params.sampling_type == SamplingType.GREEDY
+        and params.presence_penalty == 0
+        and params.frequency_penalty == 0
+        and params.repetition_penalty == 1
+        and params.logprobs is None
+        and not params.logprob_token_ids
+        and not params.logit_bias
+        and not params.bad_words
+        and params.allowed_token_ids is None
+        and not params.min_tokens
+        and not _has_budget(params)
     )
 
 
