@@ -387,7 +387,8 @@ def test_without_a_compiler(monkeypatch, tmp_path, caplog):
     try:
         Step([Request(40, 5, chain(5)), Request(40, 5, None)]).check(kernels)
         assert "apt-get install g++" in caplog.text and "no-such-compiler" in caplog.text
-        assert len(caplog.records) == 1
+        ours = [record for record in caplog.records if record.name.endswith("attention.kernels")]
+    assert len(ours) == 1
     finally:
         kernels.load_library.cache_clear()
 
