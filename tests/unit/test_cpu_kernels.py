@@ -388,7 +388,7 @@ def test_without_a_compiler(monkeypatch, tmp_path, caplog):
         Step([Request(40, 5, chain(5)), Request(40, 5, None)]).check(kernels)
         assert "apt-get install g++" in caplog.text and "no-such-compiler" in caplog.text
         ours = [record for record in caplog.records if record.name.endswith("attention.kernels")]
-    assert len(ours) == 1
+        assert len(ours) == 1
     finally:
         kernels.load_library.cache_clear()
 
