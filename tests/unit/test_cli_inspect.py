@@ -50,6 +50,7 @@ def test_table(
     assert found["format"] == "medusa-v0.1"
     assert found["made for"] == "org/target"
     assert found["number of heads"] == "2"
+    assert found["head type"] == "plain"
     assert found["shape of block_weight"] == "[2, 1, 4, 4]"
     assert found["shape of lm_head"] == "[2, 6, 4]"
     assert found["LM head"] == "one of their own per head, 6 tokens"
@@ -65,6 +66,18 @@ def test_json(heads: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report["tree"] == {"nodes": 3, "depth": 2, "paths": [[0], [1], [0, 0]]}
     assert report["shapes"] == {"block_weight": [2, 1, 4, 4], "lm_head": [2, 6, 4]}
     assert report["warnings"] == [] and report["errors"] == []
+
+
+def test_sequential_heads(heads: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = {f"{i}.0.linear.weight": torch.ones(HIDDEN, HIDDEN) for i in range(2)}
+    tensors |= {f"{i}.path.weight": torch.ones(HIDDEN, (i + 1) * HIDDEN) for i in range(2)}
+    save_file(tensors, heads / "medusa_lm_head.safetensors")
+    (heads / "config.json").write_text('{"version": "2", "head_type": "sequential"}')
+    code, report = inspect_json(heads, capsys)
+    assert code == 0 and report["is_sequential"] and report["warnings"] == []
+    assert report["shapes"]["path_weight of the last head"] == [4, 8]
+    assert main(["inspect", str(heads)]) == 0
+    assert "sequential" in capsys.readouterr().out
 
 
 def test_warnings_do_not_fail(heads: Path, capsys: pytest.CaptureFixture[str]) -> None:

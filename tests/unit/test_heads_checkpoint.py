@@ -230,14 +230,109 @@ def test_trainer_files_are_not_heads(tmp_path: Path) -> None:
     assert_same(tmp_path, make_heads())
 
 
+def test_rank_paths_are_not_heads(tmp_path: Path) -> None:
+    write(tmp_path, {"ranks": torch.zeros(1, 3)}, {}, "medusa_ranks.safetensors")
+    write(tmp_path, make_heads("vllm"), {}, "model.safetensors")
+    assert_same(tmp_path, make_heads())
+
+
+# Sequential heads
+
+
+def make_sequential(lm_heads: bool = True, num_layers: int = 2) -> Tensors:
+    random = torch.Generator().manual_seed(1)
+    paths = {
+        f"{i}.path.weight": torch.randn(HIDDEN, (i + 1) * HIDDEN, generator=random)
+        for i in range(3)
+    }
+    return make_heads(lm_heads=lm_heads, num_layers=num_layers) | paths
+
+
+@pytest.mark.parametrize("lm_heads", [True, False])
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_sequential_heads(tmp_path: Path, suffix: str, lm_heads: bool) -> None:
+    tensors = make_sequential(lm_heads)
+    config = make_config("medusa-v0.1", head_type="sequential")
+    config |= {} if lm_heads else {"version": "2"}
+    write(tmp_path, tensors, config, f"medusa_lm_head.{suffix}")
+    assert_same(tmp_path, tensors)
+    weights = load_heads(tmp_path)
+    assert weights.info.is_sequential and weights.info.warnings == ()
+    assert weights.info.format == ("medusa-v0.1" if lm_heads else "medusa-2")
+    assert weights.info.num_parameters == sum(tensor.numel() for tensor in tensors.values())
+    assert weights.path_weight is not None and len(weights.path_weight) == 3
+    for head, weight in enumerate(weights.path_weight):
+        assert torch.equal(weight, tensors[f"{head}.path.weight"])
+    narrow = load_heads(tmp_path, dtype=torch.bfloat16)
+    assert narrow.path_weight is not None
+    assert {weight.dtype for weight in narrow.path_weight} == {torch.bfloat16}
+
+
+def test_plain_heads_read_no_path(tmp_path: Path) -> None:
+    write(tmp_path, make_heads(), make_config("medusa-v0.1", head_type="plain"))
+    weights = load_heads(tmp_path)
+    assert weights.path_weight is None and not weights.info.is_sequential
+    assert weights.info.warnings == ()
+
+
+def test_bad_path_tensors_are_named_in_one_error(tmp_path: Path) -> None:
+    tensors = make_sequential()
+    tensors["0.path.weight"] = torch.zeros(HIDDEN, 2 * HIDDEN)
+    del tensors["1.path.weight"]
+    tensors["2.path.weight"] = torch.zeros(HIDDEN, 3 * HIDDEN, dtype=torch.int64)
+    tensors["0.path.bias"] = torch.zeros(HIDDEN)
+    message = error_of(write(tmp_path, tensors, {}))
+    file = "medusa_lm_head.safetensors"
+    assert "4 problem(s)" in message
+    assert f"{file}: 0.path.weight: expected shape [8, 8], found [8, 16]" in message
+    assert f"{file}: 1.path.weight: missing; expected [8, 16]" in message
+    assert f"{file}: 2.path.weight: expected float16" in message
+    assert f"{file}: 0.path.bias: unknown tensor [8]" in message
+
+
+def test_path_tensor_of_a_head_that_is_not_there(tmp_path: Path) -> None:
+    tensors = make_sequential() | {"3.path.weight": torch.zeros(HIDDEN, 4 * HIDDEN)}
+    message = error_of(write(tmp_path, tensors, {}))
+    for name in ("3.0.linear.weight", "3.1.linear.bias", "3.2.weight"):
+        assert f"{name}: missing" in message
+
+
+@pytest.mark.parametrize("fmt", ["medusa-1.0", "modelopt", "vllm"])
+def test_other_formats_have_no_path_tensors(tmp_path: Path, fmt: str) -> None:
+    name = f"{INDEXED.get(fmt, '')}0.path.weight"
+    tensors = make_heads(fmt) | {name: torch.zeros(HIDDEN, HIDDEN)}
+    message = error_of(write(tmp_path, tensors, {}))
+    assert f"{name}: unknown tensor [8, 8]; not a name of format {fmt}" in message
+
+
+@pytest.mark.parametrize("lm_heads", [True, False])
+def test_sequential_heads_need_a_layer(tmp_path: Path, lm_heads: bool) -> None:
+    tensors = make_sequential(lm_heads, num_layers=0)
+    message = error_of(write(tmp_path, tensors, {}))
+    assert "0.0.linear.weight: missing; the first layer of a sequential head" in message
+
+
+@pytest.mark.parametrize("said", ["plain", "sequential", "hydra"])
+def test_head_type_that_disagrees(tmp_path: Path, said: str) -> None:
+    is_sequential = said == "plain"
+    tensors = make_sequential() if is_sequential else make_heads()
+    write(tmp_path, tensors, make_config("medusa-v0.1", head_type=said))
+    assert_same(tmp_path, tensors)
+    (warning,) = inspect_heads(tmp_path).warnings
+    counted = "sequential" if is_sequential else "plain"
+    assert f"says head_type {said!r}, the tensors are those of {counted} heads" in warning
+
+
 @given(
     fmt=st.sampled_from(FORMATS),
     head=st.integers(0, 999),
     layer=st.integers(0, 999),
-    kind=st.sampled_from(["block_weight", "block_bias", "lm_head"]),
+    kind=st.sampled_from(["block_weight", "block_bias", "lm_head", "path_weight"]),
 )
 def test_names_and_parts_are_inverse(fmt: str, head: int, layer: int, kind: str) -> None:
-    if fmt == "vllm" and kind == "lm_head":
+    if kind == "path_weight":
+        fmt = "medusa-v0.1"
+    if kind == "path_weight" or (fmt == "vllm" and kind == "lm_head"):
         layer = 0  # its names do not tell
     part = Part(kind, head, layer)
     assert parse_name(fmt, name_of(fmt, part)) == part
@@ -299,6 +394,9 @@ def test_token_map(tmp_path: Path, fmt: str, stored_rows: str, suffix: str) -> N
     info = weights.info
     assert (info.draft_vocab_size, info.max_token_id, info.warnings) == (4, 11, ())
     assert info.vocab_size == (VOCAB if stored_rows == "whole" else 4)
+    stored = load_heads(tmp_path, all_rows=True)
+    assert stored.lm_head is not None
+    assert torch.equal(stored.lm_head, whole if stored_rows == "whole" else whole[:, token_map])
     for rows in (slice(1, 3), slice(0, 2), slice(2, 9), slice(3, 3)):
         part = load_heads(tmp_path, lm_head_rows=rows)
         assert part.lm_head is not None and part.token_map is not None

@@ -71,6 +71,8 @@ def _shapes(info: HeadsInfo) -> dict[str, list[int]]:
     shapes = {"block_weight": [info.num_heads, info.num_layers, hidden, hidden]}
     if info.has_bias:
         shapes["block_bias"] = [info.num_heads, info.num_layers, hidden]
+    if info.is_sequential:
+        shapes["path_weight of the last head"] = [hidden, info.num_heads * hidden]
     num_tokens = info.draft_vocab_size or info.vocab_size
     if info.own_lm_heads and num_tokens is not None:
         num_stored = 1 if info.shared_lm_head else info.num_heads
@@ -101,6 +103,7 @@ def _print_table(report: dict[str, Any]) -> None:
         ("format", report["format"]),
         ("made for", report["base_model"] or "not said"),
         ("number of heads", report["num_heads"]),
+        ("head type", "sequential" if report["is_sequential"] else "plain"),
         ("layers per head", report["num_layers"]),
         ("hidden size", report["hidden_size"]),
         ("bias", "yes" if report["has_bias"] else "no"),

@@ -63,6 +63,8 @@ class HeadsInfo:
     draft_vocab_size: int | None
     """Length of token_map; None without one."""
     has_bias: bool
+    is_sequential: bool
+    """Heads also read the tokens on the path to their guess (``path_weight``)."""
     own_lm_heads: bool
     """The checkpoint holds LM heads: one per head, or one for all (``shared_lm_head``)."""
     shared_lm_head: bool
@@ -94,9 +96,13 @@ class HeadsWeights:
     """[K, L, hidden, hidden], (out, in) as in torch.nn.Linear."""
     block_bias: torch.Tensor | None
     """[K, L, hidden]; None where the blocks have no bias."""
+    path_weight: list[torch.Tensor] | None
+    """Of head k = 1..K [hidden, k * hidden], for the embeddings of the root and of the k - 1 nodes
+    behind it, in this order; None for plain heads."""
     lm_head: torch.Tensor | None
     """[K, V, hidden], [1, V, hidden] where one serves all heads, None where the target's does.
-    With ``lm_head_rows`` given to ``load_heads``, only these rows of V."""
+    With ``lm_head_rows`` given to ``load_heads``, only these rows of V; with ``all_rows`` the rows
+    as stored."""
     token_map: torch.Tensor | None
     """int64 [V], draft index to target token id; always whole. None where they are the same."""
 
@@ -160,6 +166,7 @@ def load_heads(
     revision: str | None = None,
     dtype: torch.dtype | None = None,
     lm_head_rows: slice | None = None,
+    all_rows: bool = False,
 ) -> HeadsWeights:
     """Read the weights of the heads.
 
@@ -169,6 +176,7 @@ def load_heads(
         dtype: Type of the weights; None keeps the stored one.
         lm_head_rows: Rows of the draft vocabulary to read of each LM head, e.g. those of one
             tensor-parallel rank; the rest is not read. None reads all. No steps.
+        all_rows: Read the LM heads as stored, also rows that token_map leaves out.
 
     Raises:
         HeadsError: As ``inspect_heads``; also for values that are NaN or infinite, or become so in
@@ -180,7 +188,15 @@ def load_heads(
         block_shape = (info.num_heads, info.num_layers, info.hidden_size)
         block_weight = torch.empty(*block_shape, info.hidden_size, dtype=dtype)
         block_bias = torch.empty(block_shape, dtype=dtype) if info.has_bias else None
-        rows = _rows(lm_head_rows, info.draft_vocab_size or info.vocab_size or 0)
+        num_tokens = (not all_rows and info.draft_vocab_size) or info.vocab_size or 0
+        rows = _rows(lm_head_rows, num_tokens)
+        path_weight = None
+        if info.is_sequential:
+            hidden = info.hidden_size
+            path_weight = [
+                torch.empty(hidden, number * hidden, dtype=dtype)
+                for number in range(1, info.num_heads + 1)
+            ]
         lm_head = None
         if info.own_lm_heads:
             num_rows = rows.stop - rows.start
@@ -194,14 +210,19 @@ def load_heads(
             elif part.kind == "block_bias":
                 assert block_bias is not None
                 target = block_bias[part.head, part.layer]
+            elif part.kind == "path_weight":
+                assert path_weight is not None
+                target = path_weight[part.head]
             else:
                 assert lm_head is not None
                 target = lm_head[part.head]
-            source = checkpoint.read(part, rows)
+            source = checkpoint.read(part, rows, all_rows)
             target.copy_(source)
             problems += _check_finite(layout.parts[part], source, target)
         raise_problems(_what(heads), problems)
-        return HeadsWeights(info, block_weight, block_bias, lm_head, checkpoint.token_map)
+        return HeadsWeights(
+            info, block_weight, block_bias, path_weight, lm_head, checkpoint.token_map
+        )
 
 
 def non_finite_tensors(heads: str | Path, revision: str | None = None) -> list[str]:
@@ -227,12 +248,12 @@ class _Checkpoint:
     reader: TensorReader
     token_map: torch.Tensor | None
 
-    def read(self, part: Part, rows: slice) -> torch.Tensor:
-        """A part; of an LM head only these rows of the draft vocabulary."""
+    def read(self, part: Part, rows: slice, all_rows: bool = False) -> torch.Tensor:
+        """A part; of an LM head only these rows of the draft vocabulary, or of all stored ones."""
         stored = self.layout.parts[part]
         if not part.kind.endswith("lm_head"):
             return self.reader.read(stored)
-        if self.token_map is not None and stored.shape[0] > len(self.token_map):
+        if self.token_map is not None and stored.shape[0] > len(self.token_map) and not all_rows:
             # Stored for the whole vocabulary: only the selected rows of the mapped file are read.
             return self.reader.read(stored)[self.token_map[rows]]
         return self.reader.read(stored, rows)
@@ -269,6 +290,7 @@ def _open(heads: str | Path, revision: str | None) -> Iterator[_Checkpoint]:
             vocab_size=layout.lm_head_rows,
             draft_vocab_size=None if token_map is None else len(token_map),
             has_bias=layout.has_bias,
+            is_sequential=layout.is_sequential,
             own_lm_heads=layout.lm_head_rows is not None,
             shared_lm_head=layout.shared_lm_head,
             logit_scale=_logit_scale(what, config),

@@ -31,8 +31,10 @@ LOOKED_FOR = (
     f"{HEADS_FILE}.pt, *{_INDEX}, *.safetensors, a single *.pt"
 )
 _SHARD = re.compile(r"(.*)-(\d{1,5})-of-(\d{1,5})\.safetensors")
-# What a trainer leaves beside a checkpoint.
-_NOT_HEADS = re.compile(r"(optimizer|scheduler|scaler|rng_state.*|training_args)\.pt")
+# What a trainer leaves beside a checkpoint, this project's own among them.
+_NOT_HEADS = re.compile(
+    r"(optimizer|scheduler|scaler|rng_state.*|training_args)\.pt|medusa_ranks\.safetensors"
+)
 
 _SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -121,7 +123,7 @@ def find_files(what: str, folder: Path) -> Files:
         holds = sorted(folder.iterdir())
     except OSError as error:
         raise HeadsError(f'{what}: the folder "{folder}" cannot be read ({error})') from error
-    present = [path for path in holds if path.is_file()]
+    present = [path for path in holds if path.is_file() and not _NOT_HEADS.fullmatch(path.name)]
     named = [path for path in present if path.name.startswith(HEADS_FILE)]
     for candidates in (named, present):
         single = [path for path in candidates if path.name == f"{HEADS_FILE}.safetensors"]
@@ -139,7 +141,7 @@ def find_files(what: str, folder: Path) -> Files:
         if shards:
             _check_shards_complete(what, shards)
             return Files(shards)
-        pickles = [p for p in candidates if p.suffix == ".pt" and not _NOT_HEADS.fullmatch(p.name)]
+        pickles = [path for path in candidates if path.suffix == ".pt"]
         pickles = [path for path in pickles if path.stem == HEADS_FILE] or pickles
         if len(pickles) > 1:
             names = ", ".join(path.name for path in pickles)

@@ -11,7 +11,10 @@ of their own at the end (Medusa, arXiv 2401.10774, section 2.1.1). They differ i
     vllm         vLLM up to 0.32       blocks.{i}.layers.{l}.*         lm_heads.{i}.weight, or one
                                                                        lm_head.weight for all heads
 
-where * is ``weight`` [hidden, hidden] and perhaps ``bias`` [hidden]. Any of them may hold vLLM's
+where * is ``weight`` [hidden, hidden] and perhaps ``bias`` [hidden]. Sequential heads (Hydra,
+arXiv 2402.05109), of the first two formats only, also have ``{i}.path.weight``
+[hidden, (i + 1) * hidden]: what block 0 of head i makes of the embeddings of the tokens on the path
+to its guess, the root's first: x + SiLU(W x + P e + b). Any format may hold vLLM's
 ``token_map``, and those with ``medusa_head`` in the names may stand inside a target's checkpoint.
 """
 
@@ -24,6 +27,7 @@ from typing import NamedTuple
 
 import torch
 
+FORMATS = ("medusa-v0.1", "medusa-2", "medusa-1.0", "modelopt", "vllm")
 MAX_PROBLEMS_SHOWN = 20
 
 
@@ -58,7 +62,8 @@ class StoredTensor:
 class Part(NamedTuple):
     """What a tensor is, whatever its format calls it. The layer of an LM head is L."""
 
-    kind: str  # "block_weight", "block_bias", "lm_head", "shared_lm_head" or "token_map"
+    # "block_weight", "block_bias", "path_weight", "lm_head", "shared_lm_head" or "token_map"
+    kind: str
     head: int = 0
     layer: int = 0
 
@@ -70,6 +75,7 @@ TOKEN_MAP = Part("token_map")
 # announcing a billion missing heads.
 _NUMBER = r"(0|[1-9]\d{0,2})"
 _INDEXED = re.compile(rf"{_NUMBER}\.{_NUMBER}\.(linear\.weight|linear\.bias|weight)")
+_PATH = re.compile(rf"{_NUMBER}\.path\.weight")
 _VLLM_BLOCK = re.compile(rf"blocks\.{_NUMBER}\.layers\.{_NUMBER}\.(weight|bias)")
 _VLLM_LM_HEAD = re.compile(rf"lm_heads\.{_NUMBER}\.weight")
 
@@ -82,6 +88,8 @@ _IN_TARGET = tuple(prefix for prefix in _PREFIX.values() if prefix)
 def _parse_indexed(prefix: str, name: str) -> Part | None:
     if name in ("token_map", prefix + "token_map"):
         return TOKEN_MAP
+    if not prefix and (match := _PATH.fullmatch(name)):
+        return Part("path_weight", int(match[1]))
     match = _INDEXED.fullmatch(name.removeprefix(prefix)) if name.startswith(prefix) else None
     if match is None:
         return None
@@ -112,6 +120,8 @@ def name_of(fmt: str, part: Part) -> str:
         return "token_map"
     if part == SHARED_LM_HEAD:
         return "lm_head.weight"
+    if part.kind == "path_weight":
+        return f"{part.head}.path.weight"
     weight_or_bias = part.kind.removeprefix("block_")
     if fmt == "vllm":
         if part.kind == "lm_head":

@@ -44,6 +44,7 @@ class Layout:
     num_layers: int
     hidden_size: int
     has_bias: bool
+    is_sequential: bool
     lm_head_rows: int | None
     shared_lm_head: bool
     dtype: torch.dtype
@@ -69,6 +70,8 @@ class Layout:
                 shapes[Part("block_weight", head, layer)] = (hidden, hidden)
                 if self.has_bias:
                     shapes[Part("block_bias", head, layer)] = (hidden,)
+            if self.is_sequential:
+                shapes[Part("path_weight", head)] = (hidden, (head + 1) * hidden)
         for part in self.lm_head_parts:
             shapes[part] = (self.lm_head_rows or 0, hidden)
         return shapes
@@ -116,6 +119,7 @@ def build_layout(
         num_layers=num_layers,
         hidden_size=_most_common(_hidden_sizes(found)),
         has_bias=any(part.kind == "block_bias" for part in in_heads),
+        is_sequential=any(part.kind == "path_weight" for part in in_heads),
         lm_head_rows=_most_common(t.shape[0] for t in lm_heads if t.shape) if lm_heads else None,
         shared_lm_head=SHARED_LM_HEAD in found,
         dtype=torch.float32,
@@ -138,6 +142,11 @@ def build_layout(
                 f"{tensor}: extra tensor {list(tensor.shape)}; expected {num_layers} layer(s) in "
                 f"each of the {layout.num_heads} head(s)"
             )
+    if layout.is_sequential and not num_layers:
+        problems.append(
+            f"{where}: {name_of(fmt, Part('block_weight'))}: missing; the first layer of a "
+            "sequential head reads the path"
+        )
     raise_problems(what, problems)
     layout.dtype = _common_dtype(layout)
     return layout
@@ -167,7 +176,7 @@ def _count_layers(fmt: str, parts: list[Part]) -> int:
     """The number of layers that most heads have."""
     counts: dict[int, int] = {}
     for part in parts:
-        if part.kind != "lm_head":
+        if part.kind.startswith("block_"):
             counts[part.head] = max(counts.get(part.head, 0), part.layer + 1)
     for part in parts:
         if part.kind == "lm_head":
@@ -220,6 +229,8 @@ def _hidden_sizes(found: Mapping[Part, StoredTensor]) -> list[int]:
     for part, tensor in found.items():
         if part.kind == "block_weight":
             sizes += tensor.shape
+        elif part.kind == "path_weight":
+            sizes += tensor.shape[:1]
         elif part != TOKEN_MAP:
             sizes += tensor.shape[-1:]
     return sizes
@@ -315,6 +326,13 @@ def config_warnings(what: str, config: Mapping[str, Any], layout: Layout) -> lis
         warnings.append(
             f"config.json says medusa_fc_bias {str(bias).lower()}, the blocks have "
             f"{'a bias' if layout.has_bias else 'no bias'}: the tensors are followed"
+        )
+    head_type = config.get("head_type")
+    counted_type = "sequential" if layout.is_sequential else "plain"
+    if head_type is not None and head_type != counted_type:
+        warnings.append(
+            f"config.json says head_type {head_type!r}, the tensors are those of {counted_type} "
+            "heads: the tensors are followed"
         )
     version_2 = str(config.get("version")) == "2"
     if version_2 and rows is not None:
