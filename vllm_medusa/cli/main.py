@@ -12,8 +12,11 @@ from collections.abc import Sequence
 from vllm_medusa import __version__
 
 COMMANDS = {
+    "bench": ("vllm_medusa.cli.bench", "measure vLLM with and without Medusa, side by side"),
+    "calibrate": ("vllm_medusa.cli.calibrate", "choose the tree that pays on this machine"),
     "demo": ("vllm_medusa.cli.demo", "serve a small model with Medusa, chat, measure the gain"),
     "inspect": ("vllm_medusa.cli.inspect", "show what a checkpoint of heads holds and what is odd"),
+    "train": ("vllm_medusa.cli.train", "train heads for a model on its own answers"),
 }
 
 

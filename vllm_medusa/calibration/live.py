@@ -1,0 +1,23 @@
+"""Changing the size of the trees while an engine runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def set_tree_size(scheduler: Any, num_nodes: int) -> None:
+    """Let the following steps draft so many nodes, whatever the batch size.
+
+    Args:
+        scheduler: vLLM's scheduler (``vllm/v1/core/sched/scheduler.py``) of an engine with Medusa.
+        num_nodes: 0 to the size of the engine's tree.
+
+    The drafts that are there already are still verified: the first step of the new size is the one
+    after the next. What counts is the table that the scheduler made of the batch-size schedule;
+    config.py always sets one. ``num_spec_tokens`` stays the most there can be, buffers depend on
+    it.
+    """
+    if not 0 <= num_nodes <= scheduler.num_spec_tokens:
+        raise ValueError(f"{num_nodes} nodes: the engine's tree has {scheduler.num_spec_tokens}")
+    table = scheduler.dynamic_sd_lookup
+    table[:] = [num_nodes] * len(table)

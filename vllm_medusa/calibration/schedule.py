@@ -1,0 +1,62 @@
+"""From tokens per step and the cost of a step to the number of nodes at every batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+# A tree is taken only if it promises so much more than none: neither the cost nor the text is known
+# to better than some per cent, and speculation must never make a loaded server slower.
+MIN_GAIN = 1.03
+
+# Nodes -> seconds of a step, at one batch size; 0 nodes are always among them.
+Costs = Mapping[int, float]
+
+
+def gains(tokens: Sequence[float], costs: Costs) -> list[float]:
+    """Predicted speed-up over no speculation by number of nodes, from 0 to the largest measured.
+
+    Args:
+        tokens: tokens per step, by number of nodes.
+        costs: measured; between two measured numbers of nodes the line between them counts.
+    """
+    measured = sorted(costs)
+    sizes = range(min(measured[-1], len(tokens) - 1) + 1)
+    seconds = np.interp(sizes, measured, [costs[size] for size in measured])
+    return [tokens[size] * costs[0] / cost for size, cost in zip(sizes, seconds, strict=True)]
+
+
+def choose_sizes(
+    tokens: Sequence[float], costs: Mapping[int, Costs], min_gain: float = MIN_GAIN
+) -> dict[int, int]:
+    """The number of nodes that promises most, for every measured batch size.
+
+    Never more than at a smaller batch size; 0 where none promises ``min_gain``.
+    """
+    chosen: dict[int, int] = {}
+    most = len(tokens) - 1
+    for batch_size in sorted(costs):
+        gain = gains(tokens, costs[batch_size])[: most + 1]
+        best = max(range(len(gain)), key=lambda size: gain[size])
+        most = chosen[batch_size] = best if gain[best] >= min_gain else 0
+    return chosen
+
+
+def to_schedule(sizes: Mapping[int, int]) -> list[list[int]]:
+    """vLLM's ``num_speculative_tokens_per_batch_size``: [first, last, nodes], neighbours merged.
+
+    A batch size between two measured ones takes the nodes of the larger one, which never are too
+    many. vLLM goes on with the last entry above the last batch size, so nodes there end in a 0.
+    """
+    schedule: list[list[int]] = []
+    first = 1
+    for last, nodes in sorted(sizes.items()):
+        if schedule and schedule[-1][2] == nodes:
+            schedule[-1][1] = last
+        else:
+            schedule.append([first, last, nodes])
+        first = last + 1
+    if schedule[-1][2]:
+        schedule.append([first, first, 0])
+    return schedule
