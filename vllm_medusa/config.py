@@ -19,16 +19,11 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
 
+from vllm_medusa.calibration.machine import differences
 from vllm_medusa.heads.checkpoint import HeadsInfo, check_against_target, inspect_heads
 from vllm_medusa.options import PREFIX
-from vllm_medusa.tree import (
-    MAX_NODES,
-    TREE_FILE,
-    TokenTree,
-    default_tree,
-    read_tree,
-    stored_num_nodes,
-)
+from vllm_medusa.stored_tree import SCHEDULE, StoredTree, read_stored_tree
+from vllm_medusa.tree import MAX_NODES, TREE_FILE, TokenTree, default_tree, read_tree
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -122,9 +117,8 @@ def speculative_config_from_options(
         vocab_size=vocab_size,
         target=target_model_config.model,
     )
-    tree = _choose_tree(options, info)
+    tree, schedule = _choose_tree(options, info, target_model_config.model)
     tree.check_fits(info.num_heads, info.draft_vocab_size or vocab_size, f"medusa heads {heads}")
-    schedule = options.get("num_speculative_tokens_per_batch_size")
     if schedule is None:
         # The same at every batch size. Said to vLLM as a schedule, because without one its
         # scheduler pads requests that have one token to read with placeholder drafts, for CUDA
@@ -146,20 +140,32 @@ def speculative_config_from_options(
     )
 
 
-def _choose_tree(options: dict[str, Any], info: HeadsInfo) -> TokenTree:
-    """The tree of the options, else the one stored beside the heads, else the default one."""
+def _choose_tree(options: dict[str, Any], info: HeadsInfo, target: str) -> tuple[TokenTree, Any]:
+    """The tree of the options, else the one stored beside the heads, else the default one; and the
+    schedule of nodes by batch size of the options, else the stored one, else None.
+
+    A stored schedule counts only where the options say nothing about the tree.
+    """
     nodes = options.get("num_speculative_tokens")
     if nodes is not None and (type(nodes) is not int or not 1 <= nodes <= MAX_NODES):
         raise ValueError(
             f"num_speculative_tokens is {nodes!r}: medusa verifies 1 to {MAX_NODES} nodes per "
             "request and step (vLLM's limit is 128 tokens with the root)"
         )
-    stored = info.path / TREE_FILE
+    schedule = options.get(SCHEDULE)
+    file = info.path / TREE_FILE
     if options.get("tree") is not None:
         tree, origin = read_tree(options["tree"], info.num_heads, nodes), "the option tree"
-    elif stored.is_file():
-        tree, origin = read_tree(stored, info.num_heads), str(stored)
-        nodes = nodes or stored_num_nodes(stored)
+    elif file.is_file():
+        stored = read_stored_tree(file, info.num_heads)
+        tree, origin = stored.tree, str(file)
+        if nodes is None and schedule is None:
+            # vLLM wants room for one node even where the schedule never asks for any.
+            nodes, schedule = max(stored.most_nodes, 1), stored.schedule
+            _warn_of_another_machine(stored, file, target, info.source)
+        elif nodes is None:
+            parsed = validate_and_normalize_dynamic_sd_schedule(schedule)
+            nodes = min(len(tree), max(1, *(entry[2] for entry in parsed)))
     else:
         default = DEFAULT_NODES_CPU if current_platform.is_cpu() else DEFAULT_NODES
         tree, origin = default_tree(info.num_heads, nodes or default), "the default tree"
@@ -173,7 +179,17 @@ def _choose_tree(options: dict[str, Any], info: HeadsInfo) -> TokenTree:
         "Medusa: %d heads (%s) from %s, %d nodes of depth %d from %s.",
         info.num_heads, info.format, info.source, len(tree), tree.depth, origin,
     )  # fmt: skip
-    return tree
+    return tree, schedule
+
+
+def _warn_of_another_machine(stored: StoredTree, file: Path, target: str, heads: str) -> None:
+    """Say so where the tree was chosen for another machine or another vLLM."""
+    if found := differences(stored.machine, stored.versions):
+        logger.warning_once(
+            "The tree in %s was chosen elsewhere (%s) and may not be the best one here. "
+            "To choose it anew: vllm-medusa calibrate %s %s",
+            file, "; ".join(found), target, heads,
+        )  # fmt: skip
 
 
 def _check_schedule(schedule: Any, num_nodes: int) -> None:

@@ -250,15 +250,17 @@ def read_tree(source: Any, num_heads: int, num_nodes: int | None = None) -> Toke
 def stored_num_nodes(path: Path) -> int | None:
     """How many of its nodes a stored tree says to use, if it says so; the rest is there to ask for.
 
+    0 means that trees do not pay.
+
     Raises:
-        TreeError: it says something else than a number from 1 on.
+        TreeError: it says something else than a number from 0 on.
     """
     data = json.loads(path.read_text())
     nodes = data.get("num_speculative_tokens") if isinstance(data, dict) else None
-    if nodes is not None and (type(nodes) is not int or nodes < 1):
+    if nodes is not None and (type(nodes) is not int or nodes < 0):
         raise TreeError(
             f"tree file {path}: num_speculative_tokens is {nodes!r}, expected a whole number "
-            "from 1 on"
+            "from 0 on"
         )
     return nodes
 
