@@ -14,45 +14,18 @@ import json
 import os
 import statistics
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from vllm_medusa.demo.engine import compile_environment
+from vllm_medusa.bench.environment import compile_environment
+from vllm_medusa.calibration.clock import StepClock
+from vllm_medusa.calibration.live import set_tree_size
 from vllm_medusa.demo.load import LoadMeter
 from vllm_medusa.demo.machine import describe_machine
 from vllm_medusa.demo.prompts import demo_prompts
 
 # Parts of a step that run inside others; what is left of the whole is the engine's.
 PARTS = ("forward", "LM head", "acceptance", "compaction", "drafting")
-
-
-class StepClock:
-    """Seconds of each part of the current step."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    def time(self, owner: Any, name: str, part: str) -> None:
-        """Add the time spent in ``owner.name`` to a part from now on."""
-        function = getattr(owner, name)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.seconds[part] += time.perf_counter() - started
-
-        setattr(owner, name, timed)
-
-    def take(self) -> dict[str, float]:
-        """The parts of the step, and start anew."""
-        seconds = dict(self.seconds)
-        self.seconds.clear()
-        # Compaction is called within acceptance.
-        seconds["acceptance"] = seconds.get("acceptance", 0.0) - seconds.get("compaction", 0.0)
-        return seconds
 
 
 def main() -> None:
@@ -110,7 +83,7 @@ def main() -> None:
         )
         for turn in range(len(sizes)):
             size = sizes[(number + turn) % len(sizes)]
-            core.scheduler.num_spec_tokens = size
+            set_tree_size(core.scheduler, size)
             engine.add_request(f"{number}-{size}", {"prompt_token_ids": ids}, sampling)
             before, answer = 0, 0.0
             while engine.has_unfinished_requests():
@@ -118,6 +91,8 @@ def main() -> None:
                 outputs = engine.step()
                 whole = time.perf_counter() - begun
                 parts = clock.take()
+                # Compaction is called within acceptance.
+                parts["acceptance"] = parts.get("acceptance", 0.0) - parts.get("compaction", 0.0)
                 now = len(outputs[0].outputs[0].token_ids) if outputs else before
                 # The first token is the prefill's, and the step after it starts without drafts in
                 # no engine; both are left out of the decoding steps.
