@@ -178,7 +178,7 @@ def test_data_are_measured_anew(models, heads, tmp_path, cache, monkeypatch, cap
     (call,) = asked
     assert call == (
         str(models()), heads, Path("prompts.jsonl"), cache / "calibration", 7,
-        {"dtype": "float32", "eager": True},
+        {"dtype": "float32"},
     )  # fmt: skip
     content = json.loads((output / TREE_FILE).read_text())
     assert content["tokens_per_step"] == [1.0] * 8
