@@ -1,4 +1,11 @@
-"""Drafting: hidden states to the tokens of a tree, one top-k per head and one gather."""
+"""Drafting: hidden states to the tokens of a tree.
+
+Plain heads guess without knowing each other's guesses: one top-k for all of them and one gather.
+Sequential heads read the path to their guess: the tree is filled depth by depth, one product per
+depth over the nodes that have children, for the whole batch.
+"""
+
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -8,17 +15,57 @@ from vllm_medusa.heads.module import MedusaHeads
 from vllm_medusa.tree import TokenTree
 
 
+@dataclass(frozen=True)
+class Level:
+    """The nodes of one depth, as places in a request's rows (root first).
+
+    Attributes:
+        paths: int64 [P, depth], for each parent of the level the rows from the root to it.
+        nodes: int64 [N], rows of the nodes.
+        places: int64 [N], which of the P x num_ranks best tokens each node takes.
+        num_ranks: how many best tokens behind each parent are looked at.
+    """
+
+    paths: torch.Tensor
+    nodes: torch.Tensor
+    places: torch.Tensor
+    num_ranks: int
+
+
+def levels_of(tree: TokenTree, device: torch.device) -> list[Level]:
+    """The levels of a tree, depth 1 first."""
+    row_of = {(): 0} | {path: row for row, path in enumerate(tree.paths, start=1)}
+    levels = []
+    for depth, num_ranks in enumerate(tree.num_ranks, start=1):
+        nodes = [path for path in tree.paths if len(path) == depth]
+        parents = sorted({path[:-1] for path in nodes})
+        places = [parents.index(path[:-1]) * num_ranks + path[-1] for path in nodes]
+        rows = [[row_of[parent[:end]] for end in range(depth)] for parent in parents]
+        levels.append(
+            Level(
+                torch.tensor(rows, device=device),
+                torch.tensor([row_of[path] for path in nodes], device=device),
+                torch.tensor(places, device=device),
+                num_ranks,
+            )
+        )
+    return levels
+
+
 class MedusaDrafter:
     """Fills the nodes of a token tree from the heads."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         self.config = vllm_config.speculative_config
         self.model_config = vllm_config.model_config
+        self.device = device
         self.tree: TokenTree = self.config.token_tree
         self.num_ranks = max(self.tree.num_ranks)
-        # Node -> its place among the tokens [depth, rank] of the heads.
+        # Node -> its place among the tokens [depth, rank] of plain heads.
         places = (self.tree.row_depths()[1:] - 1) * self.num_ranks + self.tree.ranks()
         self.places = torch.from_numpy(places).to(device)
+        # Levels of the tree's first n nodes, for sequential heads.
+        self.levels: dict[int, list[Level]] = {}
 
     def load_model(self, target: nn.Module) -> None:
         """Load the heads; called by the runner once the target is loaded."""
@@ -31,16 +78,30 @@ class MedusaDrafter:
             num_heads=self.tree.depth,
         )
 
-    def propose(self, hidden_states: torch.Tensor, num_nodes: int) -> torch.Tensor:
+    def propose(
+        self, hidden_states: torch.Tensor, roots: torch.Tensor, num_nodes: int
+    ) -> torch.Tensor:
         """Draft the first ``num_nodes`` nodes of the tree.
 
         Args:
             hidden_states: [B, hidden], the target's state at the place where the newest token (the
                 root of the next step) was drawn.
+            roots: int64 [B], that token.
             num_nodes: how many nodes.
 
         Returns:
             Token ids, int64 [B, num_nodes].
         """
-        tokens = self.heads.top_tokens(hidden_states, self.num_ranks)
-        return tokens.transpose(0, 1).flatten(1)[:, self.places[:num_nodes]]
+        if not self.heads.info.is_sequential:
+            tokens = self.heads.top_tokens(hidden_states, self.num_ranks)
+            return tokens.transpose(0, 1).flatten(1)[:, self.places[:num_nodes]]
+        if num_nodes not in self.levels:
+            self.levels[num_nodes] = levels_of(self.tree.prefix(num_nodes), self.device)
+        rows = roots.new_empty(roots.shape[0], 1 + num_nodes)
+        rows[:, 0] = roots
+        for level in self.levels[num_nodes]:
+            best = self.heads.top_tokens_behind(
+                hidden_states, rows[:, level.paths], level.num_ranks
+            )
+            rows[:, level.nodes] = best.flatten(1)[:, level.places]
+        return rows[:, 1:]

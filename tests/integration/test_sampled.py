@@ -112,7 +112,7 @@ def sample(small_model, heads, module_engine, logits):
     order = likely.argsort(descending=True)
     drafts = order[torch.tensor([path[-1] + len(path) - 1 for path in TREE])]
 
-    def propose(self, hidden_states, num_nodes):
+    def propose(self, hidden_states, roots, num_nodes):
         return drafts[:num_nodes].expand(hidden_states.shape[0], num_nodes)
 
     def draw(settings, number, turn=500):

@@ -167,7 +167,8 @@ class MedusaCPUModelRunner(CPUModelRunner):
         if num_nodes and requests:
             assert self.last_rows is not None
             states = sample_hidden_states[self.last_rows[requests]]
-            proposed = self.drafter.propose(states, num_nodes).tolist()
+            roots = torch.tensor([sampled_token_ids[index][-1] for index in requests])
+            proposed = self.drafter.propose(states, roots, num_nodes).tolist()
             for index, tokens in zip(requests, proposed, strict=True):
                 drafts[index] = tokens
         return drafts
