@@ -1,0 +1,67 @@
+"""Rank paths of stored heads on prompts: the target answers greedily, the heads are asked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from vllm_medusa.calibration.ranks_file import RankPaths
+from vllm_medusa.heads.checkpoint import load_heads
+from vllm_medusa.training.answers import AnswerOptions, read_answers
+from vllm_medusa.training.data import read_conversations
+from vllm_medusa.training.evaluate import rank_paths
+from vllm_medusa.training.model import TargetMatrices, TrainableHeads
+from vllm_medusa.training.run import RunOptions, make_answers, make_states
+from vllm_medusa.training.states import FOLDER, load_states
+
+
+def measure_ranks(
+    console: Console,
+    model: str,
+    heads: Path,
+    data: Path,
+    work: Path,
+    max_prompts: int,
+    dtype: str = "auto",
+    max_answer_tokens: int = 128,
+) -> RankPaths:
+    """How well heads foretell the target's greedy answers to prompts.
+
+    Args:
+        console: for progress.
+        model: the target.
+        heads: folder of the heads.
+        data: JSONL of prompts that the heads were not trained on.
+        work: folder of what is kept should this be stopped.
+        max_prompts: the first so many are answered.
+        dtype: of the target.
+        max_answer_tokens: where answers are cut.
+
+    Raises:
+        DataError: the data cannot be used.
+        StageError: the target failed.
+    """
+    conversations, _ = read_conversations(data)
+    what = [model, dtype, max_prompts, max_answer_tokens, data.read_text(encoding="utf-8")]
+    digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]
+    options = RunOptions(
+        model=model,
+        data=data,
+        output=heads,
+        work=work / f"ranks-{digest}",
+        dtype=dtype,
+        answers=AnswerOptions(temperatures=(0.0,), max_answer_tokens=max_answer_tokens),
+    )
+    options.work.mkdir(parents=True, exist_ok=True)
+    make_answers(console, options, conversations[:max_prompts])
+    make_states(console, options)
+    answers = read_answers(options.work / "answers.jsonl")
+    states = load_states(options.work / FOLDER, answers)
+    stored = load_heads(heads, dtype=torch.float32)
+    trainable = TrainableHeads.from_weights(stored, TargetMatrices.read(model))
+    items = [item for item in zip(states, answers, strict=True) if len(item[1].answer) > 1]
+    return rank_paths(trainable, items)

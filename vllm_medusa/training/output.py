@@ -1,0 +1,168 @@
+"""Last stage: the best heads, how good they are, a card, a picture, and how to repeat it all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from rich.console import Console
+
+from vllm_medusa import __version__
+from vllm_medusa.calibration.ranks_file import RankPaths, save_ranks
+from vllm_medusa.heads.save import save_heads
+from vllm_medusa.training.answers import read_answers
+from vllm_medusa.training.evaluate import accuracy_by_rank, expected_tokens, rank_paths
+from vllm_medusa.training.model import TargetMatrices
+from vllm_medusa.training.trainer import BEST, Split, load_heads_file, read_log
+
+if TYPE_CHECKING:
+    from vllm_medusa.training.run import RunOptions
+
+CARD = "README.md"
+PICTURE = "accuracy.png"
+REPEAT = "run.yaml"
+SIZES = (1, 3, 7, 15, 63)
+
+
+def write_heads(console: Console, options: RunOptions) -> Path:
+    """Evaluate the best checkpoint and write everything into the output folder."""
+    import torch
+    from transformers import AutoConfig
+
+    target = TargetMatrices.read(options.model)
+    heads = load_heads_file(options.work / "training" / BEST, options.heads, target)
+    split = Split.read(options.work, options.training)
+    items = split.validation[: options.training.max_validation]
+    paths = rank_paths(heads, items)
+    weights = heads.weights()
+    dtype = AutoConfig.from_pretrained(options.model).dtype or torch.float32
+    for name in ("block_weight", "block_bias", "lm_head"):
+        if weights[name] is not None:
+            weights[name] = weights[name].to(dtype)
+    if weights["path_weight"] is not None:
+        weights["path_weight"] = [weight.to(dtype) for weight in weights["path_weight"]]
+    fmt = "medusa-v0.1" if options.heads.own_lm_heads else "medusa-2"
+    vocab = {"vocab_size": target.lm_head.shape[0]} if options.heads.own_lm_heads else {}
+    name = Path(options.model).name if Path(options.model).exists() else options.model
+    save_heads(options.output, fmt, base_model=name, config=vocab, **weights)
+    save_ranks(options.output, paths)
+    (options.output / REPEAT).write_text(yaml.safe_dump(command_options(options), sort_keys=False))
+    num_ranks = heads.lm_head.shape[0]
+    card = write_card(options, name, paths, num_ranks, len(items))
+    (options.output / CARD).write_text(card, encoding="utf-8")
+    draw_accuracy(paths, options.output / PICTURE)
+    console.print(f"heads, card and picture are in {options.output}", soft_wrap=True)
+    console.print(f"next: vllm-medusa calibrate {options.model} {options.output}", soft_wrap=True)
+    return options.output
+
+
+def command_options(options: RunOptions) -> dict[str, Any]:
+    """The options of the command, as ``vllm-medusa train --config`` reads them."""
+    answers, heads, training = options.answers, options.heads, options.training
+    flat = {
+        "model": options.model,
+        "data": str(options.data),
+        "dtype": options.dtype,
+        "max_num_seqs": options.max_num_seqs,
+        "max_bad_lines": options.max_bad_lines,
+        "temperatures": list(answers.temperatures),
+        "max_answer_tokens": answers.max_answer_tokens,
+        "max_turns": answers.max_turns,
+        "max_length": answers.max_length,
+        "tokens": answers.num_tokens,
+        "no_regenerate": not answers.regenerate,
+        "head_type": heads.head_type,
+        "heads": heads.num_heads,
+        "layers": heads.num_layers,
+        "own_lm_heads": heads.own_lm_heads,
+        "draft_vocab": heads.draft_vocab or 0,
+    }
+    return flat | asdict(training)
+
+
+def write_card(
+    options: RunOptions, name: str, paths: RankPaths, num_ranks: int, num_answers: int
+) -> str:
+    """The model card."""
+    answers = read_answers(options.work / "answers.jsonl")
+    tokens = sum(len(answer.answer) for answer in answers)
+    prompts = len({answer.line for answer in answers})
+    greedy = sum(answer.temperature == 0 for answer in answers) / len(answers)
+    rates = expected_tokens(paths, SIZES, num_ranks)
+    heads, training = options.heads, options.training
+    log = read_log(options.work / "training")
+    last = log[-1]["step"] if log else 0
+    lm_head = "own LM heads" if heads.own_lm_heads else "the target's LM head"
+    vocab = "the whole vocabulary"
+    if heads.draft_vocab and heads.draft_vocab <= num_ranks:
+        vocab = f"the {num_ranks} most frequent tokens of the answers (`token_map`)"
+    source = "of the target itself" if options.answers.regenerate else "that the data holds"
+    lines = [
+        "---", f"base_model: {name}", "library_name: vllm", "tags: [medusa, vllm-medusa]", "---",
+        "",
+        f"# Medusa heads for {name}", "",
+        f"{heads.num_heads} {heads.head_type} heads, {heads.num_layers} residual block(s) each, "
+        f"{lm_head}, drafting from {vocab}. Made by vllm-medusa {__version__} "
+        f"(`vllm-medusa train --config {REPEAT}`).", "",
+        "## Data", "",
+        f"- {len(answers)} answers {source} to {prompts} prompts, {tokens} tokens; "
+        f"{100 * greedy:.0f} % greedy, temperatures taken in turn "
+        f"{list(options.answers.temperatures)}, seed {options.answers.seed}",
+        f"- the target in {options.dtype}",
+        f"- {100 * training.validation:.0f} % of the conversations held out", "",
+        "## Recipe", "",
+        f"- AdamW, learning rate {training.learning_rate} after {100 * training.warmup:.0f} % "
+        f"warm-up, cosine, weight decay {training.weight_decay}, gradients clipped at "
+        f"{training.max_grad_norm}",
+        f"- {training.epochs} epochs of {training.batch_answers} answers a step ({last} steps), "
+        f"seed {training.seed}, products in "
+        f"{'bfloat16' if training.mixed_precision == 'bf16' else 'float32'}",
+        f"- cross-entropy weighted 0.8^k, {100 * training.distill:.0f} % of it against the "
+        "target's probabilities", "",
+        f"## Held-out text ({num_answers} answers)", "",
+        "Share of positions at which the right token is among a head's first, in %, given that the "
+        "path to it is right:", "",
+        *accuracy_table(paths), "",
+        "Tokens per step (replayed), each with the best tree of its size:", "",
+        "| nodes | " + " | ".join(str(size) for size in rates) + " |",
+        "|---|" + "---|" * len(rates),
+        "| tokens per step | " + " | ".join(f"{rate:.2f}" for rate in rates.values()) + " |", "",
+        f"![accuracy by rank]({PICTURE})", "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def accuracy_table(paths: RankPaths) -> list[str]:
+    """Top-1 to top-10 by head, as Markdown."""
+    table = accuracy_by_rank(paths)
+    lines = [
+        "| head | " + " | ".join(f"top-{rank + 1}" for rank in range(len(table[0]))) + " |",
+        "|---|" + "---|" * len(table[0]),
+    ]
+    for head, shares in enumerate(table, start=1):
+        lines.append(f"| {head} | " + " | ".join(f"{100 * share:.1f}" for share in shares) + " |")
+    return lines
+
+
+def draw_accuracy(paths: Sequence[Any], file: Path) -> None:
+    """The same as a picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    for head, shares in enumerate(accuracy_by_rank(list(paths)), start=1):
+        ranks = range(1, len(shares) + 1)
+        axes.plot(ranks, [100 * share for share in shares], marker="o", label=f"head {head}")
+    axes.set(
+        xlabel="among the head's first ... tokens", ylabel="right, %", ylim=(0, 100),
+        title="Held-out text",
+    )  # fmt: skip
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,266 @@
+"""``vllm-medusa train`` from beginning to end: answers, hidden states, training, evaluation.
+
+Everything lies in a work folder until the heads are done. Each stage leaves there what it has
+finished, and ``settings.json`` says what the folder was begun with: the same command goes on,
+another one is refused before it could mix two runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from vllm_medusa.stage_process import run_stage
+from vllm_medusa.training.answers import (
+    FILE,
+    AnswerOptions,
+    generate_answers,
+    read_answers,
+    store_given_answers,
+)
+from vllm_medusa.training.data import Conversation, DataError, read_conversations
+from vllm_medusa.training.model import HeadsSpec
+from vllm_medusa.training.output import write_heads
+from vllm_medusa.training.progress import stage_progress
+from vllm_medusa.training.states import FOLDER, compute_states
+from vllm_medusa.training.trainer import TrainOptions, train
+
+SETTINGS = "settings.json"
+ANSWERS_DONE = "answers.done"
+
+# glibc gives large blocks back to the system at once and takes them anew for every batch: half of
+# the time of a training step on a CPU.
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "68719476736"}
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """A training run.
+
+    Attributes:
+        model: the target, a folder or a hub id.
+        data: JSONL of conversations or prompts.
+        output: folder of the heads.
+        work: folder of what is kept between starts.
+        dtype: in which the target answers and gives its hidden states, as ``vllm serve --dtype``.
+        max_num_seqs: sequences answered at once.
+        max_bad_lines: of the data, skipped before it is an error.
+        chat_template: a Jinja template, for a model without one.
+        retrain: train anew with other settings on the answers and states that are there.
+    """
+
+    model: str
+    data: Path
+    output: Path
+    work: Path
+    dtype: str = "auto"
+    max_num_seqs: int = 128
+    max_bad_lines: int = 10
+    chat_template: str | None = None
+    retrain: bool = False
+    answers: AnswerOptions = field(default_factory=AnswerOptions)
+    heads: HeadsSpec = field(default_factory=HeadsSpec)
+    training: TrainOptions = field(default_factory=TrainOptions)
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """What the results depend on, by stage."""
+        answers = asdict(self.answers) | {
+            "model": self.model,
+            "data": hashlib.sha256(self.data.read_bytes()).hexdigest(),
+            "chat_template": self.chat_template,
+            "dtype": self.dtype,
+        }
+        return {"answers": answers, "training": asdict(self.heads) | asdict(self.training)}
+
+
+def run_training(console: Console, options: RunOptions) -> Path:
+    """Train heads; goes on where an earlier run of the same command was stopped.
+
+    Returns:
+        The folder of the heads.
+
+    Raises:
+        DataError: the data, the model or the folders cannot be used.
+        StageError: a stage failed.
+    """
+    conversations, problems = read_conversations(options.data, options.max_bad_lines)
+    for problem in problems:
+        console.print(f"skipped: {problem}", style="yellow", markup=False, soft_wrap=True)
+    prepare_folder(options.output, "--output")
+    prepare_folder(options.work, "--work")
+    check_settings(console, options)
+
+    make_answers(console, options, conversations)
+    make_states(console, options)
+    with stage_progress(console, "training", "steps") as progress:
+        train_heads(options, lambda record: _show(console, progress, record))
+    return write_heads(console, options)
+
+
+def make_answers(
+    console: Console, options: RunOptions, conversations: Sequence[Conversation]
+) -> None:
+    """The first stage; what is there already is not made again."""
+    file, done = options.work / FILE, options.work / ANSWERS_DONE
+    if not done.exists():
+        with stage_progress(console, "answers", "tokens") as progress:
+            if options.answers.regenerate:
+                for num_answers, num_tokens in answer_stage(options, conversations):
+                    # Without a number of tokens to reach, it is the conversations that run out.
+                    total = options.answers.num_tokens or round(
+                        num_tokens / max(num_answers, 1) * len(conversations)
+                    )
+                    progress(num_tokens, total)
+            else:
+                store_given_answers(
+                    conversations, options.model, options.chat_template, file, options.answers
+                )
+        done.touch()
+    answers = read_answers(file)
+    if not answers:
+        raise DataError(
+            f"no answers: all {len(conversations)} prompts of {options.data} are longer than "
+            f"--max-length {options.answers.max_length} tokens"
+        )
+    num_tokens = sum(len(answer.answer) for answer in answers)
+    console.print(f"{len(answers)} answers, {num_tokens} tokens", highlight=False)
+
+
+def answer_stage(
+    options: RunOptions, conversations: Sequence[Conversation]
+) -> Iterator[tuple[int, int]]:
+    """Lets the target answer; yields (answers, tokens) so far."""
+    return run_stage(
+        generate_answers,
+        options.model,
+        engine_options(options),
+        conversations,
+        options.chat_template,
+        options.work / FILE,
+        options.answers,
+        log=options.work / "answers.log",
+        environment={"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "4")},
+    )
+
+
+def make_states(console: Console, options: RunOptions) -> None:
+    """The second stage; shards that are there are not made again."""
+    with stage_progress(console, "hidden states", "shards") as progress:
+        stage = run_stage(
+            compute_states,
+            options.model,
+            options.dtype,
+            options.work / FILE,
+            options.work / FOLDER,
+            log=options.work / "states.log",
+            environment=KEEP_MEMORY,
+        )
+        for shards, total in stage:
+            progress(shards, total)
+
+
+def train_heads(options: RunOptions, report: Callable[[dict[str, Any]], None]) -> None:
+    """The training stage, in a process of its own unless accelerate has started several."""
+    arguments = (options.model, options.work, options.heads, options.training)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        train(report, *arguments)
+        return
+    stage = run_stage(train, *arguments, log=options.work / "training.log", environment=KEEP_MEMORY)
+    for record in stage:
+        report(record)
+
+
+def engine_options(options: RunOptions) -> dict[str, Any]:
+    """Keyword arguments of ``vllm.LLM`` for answering many prompts at once."""
+    from vllm.platforms import current_platform
+
+    chosen: dict[str, Any] = {
+        "dtype": options.dtype,
+        "max_model_len": options.answers.max_length,
+        "max_num_seqs": options.max_num_seqs,
+        # Large batches gain little from compilation, and it takes minutes.
+        "enforce_eager": True,
+    }
+    if current_platform.is_cpu():
+        # With chunked prefill, vLLM 0.32 fails on CPUs where a request has a seed.
+        chosen |= {
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(4096, options.answers.max_length),
+        }
+    return chosen
+
+
+def prepare_folder(folder: Path, option: str) -> None:
+    """Make a folder and see that it can be written, before hours are spent on what goes there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".write-probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise DataError(f"cannot write into {folder} ({option}): {error.strerror}") from error
+
+
+def check_settings(console: Console, options: RunOptions) -> None:
+    """Refuse to go on with a work folder that was begun with other settings.
+
+    Raises:
+        DataError: names each setting that differs, and both values.
+    """
+    file = options.work / SETTINGS
+    # Through JSON, so that tuples compare as what was stored.
+    wanted = json.loads(json.dumps(options.settings()))
+    if file.exists():
+        stored = json.loads(file.read_text())
+        different = {stage: _differences(stored[stage], wanted[stage]) for stage in wanted}
+        redo = f"give another --output (or --work), or delete {options.work} to begin anew"
+        if different["answers"]:
+            raise DataError(
+                f"{options.work} was begun with other settings:{different['answers']}\n{redo}"
+            )
+        if different["training"]:
+            if not options.retrain:
+                raise DataError(
+                    f"{options.work} was begun with other settings:{different['training']}\n"
+                    f"give --retrain to train anew on the answers that are there, or {redo}"
+                )
+            kept = _keep_old_training(options.work)
+            console.print(f"training anew; what was trained before is in {kept}", soft_wrap=True)
+    unfinished = file.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(wanted, indent=1) + "\n")
+    os.replace(unfinished, file)
+
+
+def _differences(stored: dict[str, Any], wanted: dict[str, Any]) -> str:
+    return "".join(
+        f"\n  {name}: {stored.get(name)!r} then, {wanted.get(name)!r} now"
+        for name in sorted(stored | wanted)
+        if stored.get(name) != wanted.get(name)
+    )
+
+
+def _keep_old_training(work: Path) -> Path:
+    number = 1
+    while (kept := work / f"training-{number}").exists():
+        number += 1
+    if (work / "training").exists():
+        os.replace(work / "training", kept)
+    return kept
+
+
+def _show(console: Console, progress: Callable[..., None], record: dict[str, Any]) -> None:
+    progress(record["step"], record["steps"], f"loss {record['loss']:.3f}")
+    if "tokens_per_step" in record:
+        rates = ", ".join(f"{n}: {rate:.2f}" for n, rate in record["tokens_per_step"].items())
+        top1 = ", ".join(f"{100 * share:.0f} %" for share in record["top1"])
+        console.print(
+            f"step {record['step']}: validation tokens per step by nodes {rates}; top-1 {top1}",
+            highlight=False,
+        )
