@@ -12,7 +12,8 @@ import pytest
 from openai import OpenAI
 
 from tests.e2e.conftest import HEADS, OPTIONS
-from vllm_medusa.demo.engine import Engine, Variant
+from vllm_medusa.bench.engine import Engine
+from vllm_medusa.bench.variants import Variant
 from vllm_medusa.demo.prompts import demo_prompts
 from vllm_medusa.demo.server import Server
 
@@ -26,15 +27,14 @@ def prompts():
 
 
 @pytest.fixture(scope="module")
-def expected(model, prompts):
+def expected(model):
     """The answers of vLLM without speculation."""
     from transformers import AutoTokenizer
 
-    engine = Engine(
-        Variant("e2e reference", None), model, {"enforce_eager": True, "max_model_len": 1024}
-    )
+    options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024}
+    engine = Engine(Variant("e2e reference", None), str(model), options)
     engine.start()
-    answers = engine.generate(prompts, TOKENS)
+    answers, _ = engine.generate(demo_prompts()[:6], TOKENS)
     engine.stop()
     tokenizer = AutoTokenizer.from_pretrained(model)
     return [tokenizer.decode(answer.token_ids, skip_special_tokens=True) for answer in answers]

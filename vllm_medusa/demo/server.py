@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vllm_medusa.bench.environment import compile_environment, log_file
 from vllm_medusa.cpu_setup import cpu_environment
-from vllm_medusa.demo.engine import compile_environment, log_file, tail
+from vllm_medusa.stage_process import tail
 
 # A cold start compiles the model, which takes minutes on two cores.
 START_SECONDS = 600
@@ -56,7 +57,7 @@ class Server:
         Raises:
             RuntimeError: with the end of its log, if it ends or does not become healthy in time.
         """
-        self.log = log_file("server")
+        self.log = log_file(f"server {self.name}")
         with self.log.open("w") as output:
             self.process = subprocess.Popen(
                 self.command,

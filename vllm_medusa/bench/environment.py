@@ -1,0 +1,27 @@
+"""Where engines of the benchmark and the demo keep compiled graphs and logs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from vllm_medusa.demo.paths import cache_folder
+
+
+def compile_environment() -> dict[str, str]:
+    """Where vLLM and torch keep compiled graphs, so that a second start is a warm one."""
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "inductor"),
+        "VLLM_CACHE_ROOT": str(cache_folder() / "vllm"),
+        # With ahead-of-time compilation, a warm start on the CPU compiles again.
+        "VLLM_USE_AOT_COMPILE": "0",
+        # GiB. By default each engine would take most of the memory for itself.
+        "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+    }
+
+
+def log_file(name: str) -> Path:
+    """The log of the process with this name; its folder is made."""
+    folder = cache_folder() / "logs"
+    folder.mkdir(exist_ok=True)
+    return folder / f"{name.replace(' ', '-').replace('/', '-')}.log"
