@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -224,13 +225,19 @@ def batch_as_json(batch: of.Batch) -> dict[str, float]:
     }
 
 
-def save(report: Report, page: Path, numbers: Path, picture: Path) -> None:
-    """Write the page, the numbers and the picture; their folders are made."""
+def save(report: Report, page: Path, numbers: Path, picture: Path) -> list[Path]:
+    """Write the page, the numbers and, where matplotlib is installed, the picture.
+
+    Their folders are made. Returns the paths of what was written.
+    """
     for path in (page, numbers, picture):
         path.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(markdown(report), encoding="utf-8")
     numbers.write_text(json.dumps(without_nan(as_json(report)), indent=1) + "\n")
+    if importlib.util.find_spec("matplotlib") is None:
+        return [page, numbers]
     draw(report.rounds, report.variants, report.title, report.machine["CPU"], picture)
+    return [page, numbers, picture]
 
 
 def without_nan(value: Any) -> Any:

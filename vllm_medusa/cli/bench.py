@@ -164,9 +164,11 @@ def measure(console: Console, args: argparse.Namespace, bench: Bench) -> None:
         variants.append(Variant(NGRAM_NAME, NGRAM))
     report = run_bench(console, bench, variants, args.output / "rounds.jsonl")
     print_report(console, report)
-    files = [args.output / f"bench.{ending}" for ending in ("md", "json", "png")]
-    save(report, *files)
-    console.print("saved", *map(str, files), highlight=False, soft_wrap=True)
+    page, numbers, picture = (args.output / f"bench.{ending}" for ending in ("md", "json", "png"))
+    saved = save(report, page, numbers, picture)
+    console.print("saved", *map(str, saved), highlight=False, soft_wrap=True)
+    if picture not in saved:
+        console.print("no picture: pip install matplotlib, and the same command draws it")
 
 
 def count(console: Console, args: argparse.Namespace, bench: Bench) -> None:
@@ -183,6 +185,7 @@ def count(console: Console, args: argparse.Namespace, bench: Bench) -> None:
     counts = count_sizes(console, bench, args.sizes, tree)
     print_table(console, size_headings(counts), size_rows(counts))
     settings = settings_shown(bench)
+    del settings["Compiled"]  # Counting never compiles.
     note = f"{settings['Prompts']} prompts, {settings['Tokens per answer']} tokens each, greedy."
     page = sizes_markdown(counts, note) + f"\nTo repeat it:\n\n    {bench.repeat}\n"
     (args.output / "sizes.md").write_text(page, encoding="utf-8")

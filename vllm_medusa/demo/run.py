@@ -99,10 +99,11 @@ def run_demo(
         )
     print_report(console, report)
     page = output / "results.md"
-    save(report, page, output / "results.json", output / "demo.png")
+    saved = save(report, page, output / "results.json", output / "demo.png")
     if sizes:
         add_sizes(console, page, count_sizes(console, bench, TREE_SIZES, sizes_tree))
-    console.print(f"saved {page}, results.json and demo.png")
+    for path in saved:
+        console.print(f"saved {path}")
     return report
 
 
