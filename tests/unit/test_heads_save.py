@@ -149,6 +149,14 @@ def test_views_and_other_layouts_in_memory(tmp_path: Path) -> None:
     assert_saved(tmp_path, "medusa-v0.1", saved | {"token_map": torch.tensor([1, 0])})
 
 
+def test_one_memory_for_all_heads(tmp_path: Path) -> None:
+    saved = make_weights("modelopt")
+    for name in ("block_weight", "block_bias", "lm_head"):
+        saved[name] = saved[name][:1].expand_as(saved[name])
+    save_heads(tmp_path, "modelopt", **saved)
+    assert_saved(tmp_path, "modelopt", saved)
+
+
 # Names and config, as others read them
 
 

@@ -14,6 +14,7 @@ from vllm_medusa import __version__
 COMMANDS = {
     "bench": ("vllm_medusa.cli.bench", "measure vLLM with and without Medusa, side by side"),
     "calibrate": ("vllm_medusa.cli.calibrate", "choose the tree that pays on this machine"),
+    "convert": ("vllm_medusa.cli.convert", "write heads in another format, without loss"),
     "demo": ("vllm_medusa.cli.demo", "serve a small model with Medusa, chat, measure the gain"),
     "inspect": ("vllm_medusa.cli.inspect", "show what a checkpoint of heads holds and what is odd"),
     "train": ("vllm_medusa.cli.train", "train heads for a model on its own answers"),

@@ -216,8 +216,12 @@ def _parts(
     token_map: torch.Tensor | None,
 ) -> dict[Part, torch.Tensor]:
     """Every tensor to store."""
+    # Contiguous: safetensors stores no memory twice, as that of a tensor expanded over the heads.
     parts: dict[Part, torch.Tensor] = {}
     num_heads, num_layers = block_weight.shape[:2]
+    block_weight = block_weight.contiguous()
+    if block_bias is not None:
+        block_bias = block_bias.contiguous()
     for head in range(num_heads):
         for layer in range(num_layers):
             parts[Part("block_weight", head, layer)] = block_weight[head, layer]
@@ -231,10 +235,9 @@ def _parts(
         return parts
     if _is_shared(fmt, num_heads, num_layers, lm_head):
         return parts | {SHARED_LM_HEAD: lm_head[0]}
+    lm_head = lm_head.expand(num_heads, -1, -1).contiguous()
     for head in range(num_heads):
-        # A copy of a shared one: safetensors stores no tensor under two names.
-        weight = lm_head[head] if len(lm_head) == num_heads else lm_head[0].clone()
-        parts[Part("lm_head", head, num_layers)] = weight
+        parts[Part("lm_head", head, num_layers)] = lm_head[head]
     return parts
 
 
