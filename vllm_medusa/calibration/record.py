@@ -116,13 +116,13 @@ def to_table(result: Calibration) -> Table:
         gain = gains(result.tokens, seconds)
         chosen = sizes[cost.batch_size]
         for nodes in sorted({*seconds, chosen}):
-            # A chosen size may lie between measured ones; its cost is then interpolated.
+            # A chosen size may lie between measured ones; its cost lies between theirs.
             relative = result.tokens[nodes] / gain[nodes]
             table.add_row(
                 str(cost.batch_size),
                 str(nodes),
                 f"{result.tokens[nodes]:.3f}",
-                f"{1e3 * relative * seconds[0]:.2f}",
+                f"{1e3 * seconds[nodes]:.2f}" if nodes in seconds else "",
                 f"{relative:.3f}",
                 f"{gain[nodes]:.3f}",
                 "chosen" if nodes == chosen else "",

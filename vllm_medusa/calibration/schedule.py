@@ -20,11 +20,16 @@ def gains(tokens: Sequence[float], costs: Costs) -> list[float]:
     Args:
         tokens: tokens per step, by number of nodes.
         costs: measured; between two measured numbers of nodes the line between them counts.
+
+    More nodes cannot make a step cheaper. Where it was measured so, the smaller tree's time was
+    disturbed, and the larger one's counts for both: above all, a slow moment without speculation
+    must not make trees look good.
     """
     measured = sorted(costs)
+    rising = np.minimum.accumulate([costs[size] for size in reversed(measured)])[::-1]
     sizes = range(min(measured[-1], len(tokens) - 1) + 1)
-    seconds = np.interp(sizes, measured, [costs[size] for size in measured])
-    return [tokens[size] * costs[0] / cost for size, cost in zip(sizes, seconds, strict=True)]
+    seconds = np.interp(sizes, measured, rising)
+    return [tokens[size] * seconds[0] / seconds[size] for size in sizes]
 
 
 def choose_sizes(
