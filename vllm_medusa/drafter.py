@@ -1,6 +1,6 @@
 """Drafting: hidden states to the tokens of a tree.
 
-Plain heads guess without knowing each other's guesses: one top-k for all of them and one gather.
+Plain heads guess without knowing each other's guesses: one top-k for all of them.
 Sequential heads read the path to their guess: the tree is filled depth by depth, one product per
 depth over the nodes that have children, for the whole batch.
 """
@@ -22,12 +22,14 @@ class Level:
     Attributes:
         paths: int64 [P, depth], for each parent of the level the rows from the root to it.
         nodes: int64 [N], rows of the nodes.
-        places: int64 [N], which of the P x num_ranks best tokens each node takes.
+        ranks: int64 [N], which of a head's best tokens each node takes.
+        places: int64 [N], which of the P x num_ranks best tokens behind all parents.
         num_ranks: how many best tokens behind each parent are looked at.
     """
 
     paths: torch.Tensor
     nodes: torch.Tensor
+    ranks: torch.Tensor
     places: torch.Tensor
     num_ranks: int
 
@@ -45,6 +47,7 @@ def levels_of(tree: TokenTree, device: torch.device) -> list[Level]:
             Level(
                 torch.tensor(rows, device=device),
                 torch.tensor([row_of[path] for path in nodes], device=device),
+                torch.tensor([path[-1] for path in nodes], device=device),
                 torch.tensor(places, device=device),
                 num_ranks,
             )
@@ -60,11 +63,7 @@ class MedusaDrafter:
         self.model_config = vllm_config.model_config
         self.device = device
         self.tree: TokenTree = self.config.token_tree
-        self.num_ranks = max(self.tree.num_ranks)
-        # Node -> its place among the tokens [depth, rank] of plain heads.
-        places = (self.tree.row_depths()[1:] - 1) * self.num_ranks + self.tree.ranks()
-        self.places = torch.from_numpy(places).to(device)
-        # Levels of the tree's first n nodes, for sequential heads.
+        # Levels of the tree's first n nodes, by n: a batch-size schedule asks for several sizes.
         self.levels: dict[int, list[Level]] = {}
 
     def load_model(self, target: nn.Module) -> None:
@@ -92,16 +91,20 @@ class MedusaDrafter:
         Returns:
             Token ids, int64 [B, num_nodes].
         """
-        if not self.heads.info.is_sequential:
-            tokens = self.heads.top_tokens(hidden_states, self.num_ranks)
-            return tokens.transpose(0, 1).flatten(1)[:, self.places[:num_nodes]]
         if num_nodes not in self.levels:
             self.levels[num_nodes] = levels_of(self.tree.prefix(num_nodes), self.device)
+        levels = self.levels[num_nodes]
         rows = roots.new_empty(roots.shape[0], 1 + num_nodes)
         rows[:, 0] = roots
-        for level in self.levels[num_nodes]:
-            best = self.heads.top_tokens_behind(
-                hidden_states, rows[:, level.paths], level.num_ranks
-            )
-            rows[:, level.nodes] = best.flatten(1)[:, level.places]
+        if self.heads.info.is_sequential:
+            for level in levels:
+                best = self.heads.top_tokens_behind(
+                    hidden_states, rows[:, level.paths], level.num_ranks
+                )
+                rows[:, level.nodes] = best.flatten(1)[:, level.places]
+        else:
+            num_ranks = max(level.num_ranks for level in levels)
+            tokens = self.heads.top_tokens(hidden_states, len(levels), num_ranks)
+            for level, best in zip(levels, tokens, strict=True):
+                rows[:, level.nodes] = best[:, level.ranks]
         return rows[:, 1:]

@@ -64,7 +64,7 @@ def test_drafts_are_what_the_trained_heads_say(kind, models, engine, tmp_path):
                 behind += [known[path[:depth]] for depth in range(1, len(path))]
                 padded = torch.tensor([(behind + [0] * 4)[:4]])
                 with torch.no_grad():
-                    logits = trained(states[request : request + 1], padded)[len(path) - 1][0]
+                    logits = trained.logits(states[request : request + 1], padded)[len(path) - 1][0]
                 assert known[path] == ids[logits.argsort(descending=True)[path[-1]]]
 
 

@@ -5,11 +5,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional
 
 from vllm_medusa.calibration.ranks_file import MISS
 from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.heads.save import save_heads
+from vllm_medusa.training import loss
 from vllm_medusa.training.answers import Answer
 from vllm_medusa.training.batches import make_batch
 from vllm_medusa.training.evaluate import accuracy_by_rank, rank_paths
@@ -18,7 +18,6 @@ from vllm_medusa.training.model import (
     HeadsSpec,
     TargetMatrices,
     TrainableHeads,
-    head_loss,
 )
 from vllm_medusa.training.trainer import (
     TrainOptions,
@@ -61,7 +60,7 @@ def items(*lengths):
 def test_a_new_head_is_the_lm_head(target, head_type, layers):
     heads = TrainableHeads(HeadsSpec(head_type, 3, layers), target, None)
     states = torch.randn(5, HIDDEN)
-    for logits in heads(states, torch.zeros(5, 3, dtype=torch.long)):
+    for logits in heads.logits(states, torch.zeros(5, 3, dtype=torch.long)):
         torch.testing.assert_close(logits, states @ target.lm_head.T)
 
 
@@ -74,9 +73,9 @@ def test_a_batch_pairs_states_with_what_came_behind():
 def test_sequential_heads_read_the_path_to_their_guess_and_no_further(target):
     heads = random_heads(target)
     states = torch.randn(1, HIDDEN)
-    first = heads(states, torch.tensor([[3, 4, 5]]))
+    first = heads.logits(states, torch.tensor([[3, 4, 5]]))
     for changed, alike in (([4, 4, 5], 0), ([3, 9, 5], 1), ([3, 4, 9], 2)):
-        second = heads(states, torch.tensor([changed]))
+        second = heads.logits(states, torch.tensor([changed]))
         same = [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
         assert same == [head < alike for head in range(3)]
 
@@ -90,7 +89,7 @@ def test_stored_heads_compute_the_same(target, tmp_path, head_type, layers, own)
     save_heads(tmp_path / "heads", fmt, config={"vocab_size": VOCAB}, **heads.weights())
     again = TrainableHeads.from_weights(load_heads(tmp_path / "heads"), target)
     states, paths = torch.randn(4, HIDDEN), torch.randint(VOCAB, (4, 3))
-    for first, second in zip(heads(states, paths), again(states, paths), strict=True):
+    for first, second in zip(heads.logits(states, paths), again.logits(states, paths), strict=True):
         torch.testing.assert_close(first, second)
 
 
@@ -99,39 +98,45 @@ def test_the_best_heads_are_read_back(target, tmp_path):
     save_heads_file(heads, tmp_path / "best.safetensors")
     again = load_heads_file(tmp_path / "best.safetensors", heads.spec, target)
     states, paths = torch.randn(4, HIDDEN), torch.randint(VOCAB, (4, 3))
-    assert all(map(torch.equal, heads(states, paths), again(states, paths)))
+    assert all(map(torch.equal, heads.logits(states, paths), again.logits(states, paths)))
 
 
-def test_loss_is_cross_entropy_weighted_by_depth(target):
-    heads = random_heads(target)
-    batch = make_batch(items(6, 4), 3)
-    logits = heads(batch.states, batch.paths)
-    wanted = 0.0
+def reference_loss(heads, target, answers, distill):
+    """Written out: row i of an answer is to say what stands head + 1 places behind it."""
+    total = 0.0
     for head in range(3):
-        rows = batch.labels[:, head] >= 0
-        wanted += 0.8**head * functional.cross_entropy(logits[head][rows], batch.labels[rows, head])
-    torch.testing.assert_close(
-        head_loss(heads, logits, batch.states, batch.labels, distill=0.0), wanted
-    )
-
-
-def test_distillation_compares_with_what_the_target_said_at_the_label(target):
-    heads = random_heads(target)
-    one, two = items(6, 4)
-    batch = make_batch([one, two], 3)
-    logits = heads(batch.states, batch.paths)
-    wanted = 0.0
-    for head in range(3):
-        # Written out: row i of an answer is to say what row i + head + 1 of it says.
-        terms = []
-        for first, states in ((0, one[0]), (6, two[0])):
+        hard, soft = [], []
+        for states, answer in answers:
+            batch = make_batch([(states, answer)], 3)
+            said = heads.logits(batch.states, batch.paths)[head].log_softmax(-1)
             for row in range(len(states) - head - 1):
-                said = (target.lm_head @ states[row + head + 1]).softmax(0)
-                terms.append(-(said * logits[head][first + row].log_softmax(0)).sum())
-        wanted += 0.8**head * torch.stack(terms).mean()
-    torch.testing.assert_close(
-        head_loss(heads, logits, batch.states, batch.labels, distill=1.0), wanted
-    )
+                column = heads.row_of[answer.answer[row + head + 1]]
+                if column >= 0:
+                    hard.append(-said[row, column])
+                wanted = (heads.lm_head @ states[row + head + 1]).softmax(0)
+                soft.append(-(wanted * said[row]).sum())
+        loss = (1 - distill) * torch.stack(hard).mean() + distill * torch.stack(soft).mean()
+        total = total + 0.8**head * loss
+    return total
+
+
+@pytest.mark.parametrize("distill", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("own", [False, True])
+def test_loss_and_gradient_are_those_of_plain_cross_entropy(target, distill, own, monkeypatch):
+    monkeypatch.setattr(loss, "CHUNK", 4)
+    heads = random_heads(target, token_map=torch.arange(0, VOCAB, 2), own_lm_heads=own)
+    answers = items(9, 4)
+    wanted = reference_loss(heads, target, answers, distill)
+    wanted.backward()
+    gradients = [parameter.grad.clone() for parameter in heads.parameters()]
+    heads.zero_grad()
+    batch = make_batch(answers, 3)
+    states = heads(batch.states, batch.paths)
+    found = loss.head_loss(heads, states, batch.states, batch.labels, distill)
+    (3 * found).backward()
+    torch.testing.assert_close(found, wanted)
+    for parameter, gradient in zip(heads.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, 3 * gradient)
 
 
 def test_rank_paths_are_those_of_a_plain_loop(target):
@@ -147,7 +152,7 @@ def test_rank_paths_are_those_of_a_plain_loop(target):
                 wanted = MISS
                 if place < len(answer.answer):
                     known = [*answer.answer[row : row + 3], 0, 0][:3]
-                    logits = heads(states[row : row + 1], torch.tensor([known]))[head][0]
+                    logits = heads.logits(states[row : row + 1], torch.tensor([known]))[head][0]
                     order = token_map[logits.argsort(descending=True)[:10]].tolist()
                     if answer.answer[place] in order:
                         wanted = order.index(answer.answer[place])

@@ -27,6 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dry-run", action="store_true", help="two steps on a few answers, everything touched"
     )
     parser.add_argument("--dtype", default="auto", help="of the target, as vllm serve --dtype")
+    parser.add_argument(
+        "--store-dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
+        help="of the stored heads (auto: the target's)",
+    )  # fmt: skip
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="for a model without")
     parser.add_argument("--max-bad-lines", type=int, default=10, help="of the data, skipped")
 
@@ -143,6 +147,7 @@ def options_of(args: argparse.Namespace) -> Any:
         output=output,
         work=values["work"] or output.with_name(f"{output.name}.work"),
         dtype=values["dtype"],
+        store_dtype=values["store_dtype"],
         max_num_seqs=values["max_num_seqs"],
         max_bad_lines=values["max_bad_lines"],
         chat_template=template.read_text(encoding="utf-8") if template else None,

@@ -102,27 +102,30 @@ class MedusaHeads(nn.Module):
                 )
             )
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Residual blocks of all plain heads. [B, hidden] -> [K, B, hidden]."""
-        states = hidden_states.expand(self.num_heads, *hidden_states.shape)
+    def forward(self, hidden_states: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """Residual blocks of the first plain heads. [B, hidden] -> [num_heads, B, hidden]."""
+        states = hidden_states.expand(num_heads, *hidden_states.shape)
         for layer in range(self.block_weight.shape[1]):
-            product = torch.bmm(states, self.block_weight[:, layer])
+            product = torch.bmm(states, self.block_weight[:num_heads, layer])
             if self.block_bias is not None:
-                product = product + self.block_bias[:, layer]
+                product = product + self.block_bias[:num_heads, layer]
             states = states + nn.functional.silu(product)
         return states
 
-    def top_tokens(self, hidden_states: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """The best tokens of every plain head, best first.
+    def top_tokens(
+        self, hidden_states: torch.Tensor, num_heads: int, num_tokens: int
+    ) -> torch.Tensor:
+        """The best tokens of the first plain heads, best first.
 
         Args:
             hidden_states: [B, hidden], what the target's LM head reads.
+            num_heads: how many heads.
             num_tokens: how many tokens per head.
 
         Returns:
-            Token ids of the target's vocabulary, int64 [K, B, num_tokens].
+            Token ids of the target's vocabulary, int64 [num_heads, B, num_tokens].
         """
-        logits = self.lm_head.all_logits(self(hidden_states))
+        logits = self.lm_head.all_logits(self(hidden_states, num_heads))
         return self.lm_head.best_tokens(logits, num_tokens)
 
     def top_tokens_behind(

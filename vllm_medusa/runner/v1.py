@@ -6,6 +6,7 @@ learns of the trees; after it the trees are walked with tokens drawn by vLLM's o
 accepted path is compacted, and the next trees are drafted.
 """
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -159,12 +160,14 @@ class MedusaCPUModelRunner(CPUModelRunner):
     ) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         num_nodes = scheduler_output.num_spec_tokens_to_schedule
+        if not num_nodes:  # by the batch-size schedule
+            return drafts
         requests = [
             index
             for index, tokens in enumerate(sampled_token_ids)
             if tokens and self._can_speculate(index)
         ]
-        if num_nodes and requests:
+        if requests:
             assert self.last_rows is not None
             states = sample_hidden_states[self.last_rows[requests]]
             roots = torch.tensor([sampled_token_ids[index][-1] for index in requests])
@@ -196,8 +199,6 @@ class _Target:
         self.logits = logits
         self.first_rows = first_rows
         self.metadata = runner.input_batch.sampling_metadata
-        # In float32, as the sampler does it.
-        self.greedy = runner.sampler.greedy_sample(logits.to(torch.float32))
         self.needs_sampler = None
         if not _is_plain(self.metadata):
             requests = [runner.requests[name] for name in runner.input_batch.req_ids]
@@ -207,6 +208,11 @@ class _Target:
         self.outputs = runner.input_batch.req_output_token_ids
         self.appended: list[list[int]] = []
         self.steps: list[LogprobsTensors] = []
+
+    @functools.cached_property
+    def greedy(self) -> torch.Tensor:
+        """The greedy token of every row; in float32, as the sampler does it."""
+        return self.runner.sampler.greedy_sample(self.logits.to(torch.float32))
 
     def max_steps(self) -> torch.Tensor | None:
         """How many tokens each request may draw in this step; None: no limits."""

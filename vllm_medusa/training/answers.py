@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from vllm_medusa.training.data import Conversation, DataError, Message
 
@@ -207,12 +207,22 @@ def generate_answers(
                     continue
                 request = running.pop(output.request_id)
                 answer = request.finish(list(output.outputs[0].token_ids))
-                file.write(json.dumps(asdict(answer)) + "\n")
-                file.flush()
+                _append(file, answer, num_answers)
                 num_answers, num_tokens = num_answers + 1, num_tokens + len(answer.answer)
                 report((num_answers, num_tokens))
                 if request.is_open(options) and request.start(engine, template, options):
                     running[request.name] = request
+
+
+def _append(file: TextIO, answer: Answer, num_answers: int) -> None:
+    try:
+        file.write(json.dumps(asdict(answer)) + "\n")
+        file.flush()
+    except OSError as error:
+        raise OSError(
+            f"cannot write {file.name} ({error.strerror}): make room and run the same command "
+            f"again; the {num_answers} answers that are there are kept"
+        ) from error
 
 
 class _Request:

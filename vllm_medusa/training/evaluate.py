@@ -31,7 +31,9 @@ def rank_paths(heads: TrainableHeads, items: Sequence[tuple[torch.Tensor, Answer
         labels = batch.labels.to(device)
         rows = torch.where(labels >= 0, heads.row_of[labels.clamp(min=0)], -1)
         columns = []
-        for head, logits in enumerate(heads(batch.states.to(device), batch.paths.to(device))):
+        for head, logits in enumerate(
+            heads.logits(batch.states.to(device), batch.paths.to(device))
+        ):
             best = logits.topk(min(NUM_RANKS, logits.shape[-1]), dim=-1).indices
             hits = best == rows[:, head, None]
             columns.append(torch.where(hits.any(dim=-1), hits.int().argmax(dim=-1), MISS))

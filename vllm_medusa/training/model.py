@@ -110,19 +110,19 @@ class TrainableHeads(nn.Module):
         return self.spec.head_type == "sequential"
 
     def forward(self, states: torch.Tensor, paths: torch.Tensor) -> list[torch.Tensor]:
-        """Logits of every head over the draft vocabulary.
+        """What the LM head of every head reads.
 
         Args:
             states: [N, hidden], what the target's LM head reads.
             paths: int64 [N, K], the token drawn from each state (the root) and those behind it.
 
         Returns:
-            K tensors [N, V].
+            K tensors [N, hidden].
         """
         embeddings = None
         if self.is_sequential:
             embeddings = self.embedding_scale * functional.embedding(paths, self.embeddings)
-        logits = []
+        found = []
         for head, blocks in enumerate(self.heads):
             state = states
             for layer, block in enumerate(blocks):
@@ -130,11 +130,18 @@ class TrainableHeads(nn.Module):
                 if layer == 0 and embeddings is not None:
                     inputs = torch.cat([states, embeddings[:, : head + 1].flatten(1)], dim=1)
                 state = state + functional.silu(block(inputs))
-            own = self.own_lm_heads
-            logits.append(functional.linear(state, self.lm_head if own is None else own[head]))
-        return logits
+            found.append(state)
+        return found
 
-    def weights(self) -> dict[str, Any]:
+    def logits(self, states: torch.Tensor, paths: torch.Tensor) -> list[torch.Tensor]:
+        """Logits of every head over the draft vocabulary, K tensors [N, V]; see ``forward``."""
+        own = self.own_lm_heads
+        return [
+            functional.linear(state, self.lm_head if own is None else own[head])
+            for head, state in enumerate(self(states, paths))
+        ]
+
+    def weights(self, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         """The trained tensors as ``save_heads`` takes them (see ``HeadsWeights``)."""
         hidden = self.lm_head.shape[1]
         blocks, biases, paths = [], [], []
@@ -142,16 +149,13 @@ class TrainableHeads(nn.Module):
             first = head[0].weight.data
             blocks.append([first[:, :hidden], *(block.weight.data for block in head[1:])])
             biases.append([block.bias.data for block in head])
-            paths.append((first[:, hidden:] * self.embedding_scale).cpu())
+            paths.append((first[:, hidden:] * self.embedding_scale).to("cpu", dtype))
+        own = self.own_lm_heads
         return {
-            "block_weight": torch.stack([torch.stack(each) for each in blocks]).cpu(),
-            "block_bias": torch.stack([torch.stack(each) for each in biases]).cpu(),
+            "block_weight": torch.stack([torch.stack(each) for each in blocks]).to("cpu", dtype),
+            "block_bias": torch.stack([torch.stack(each) for each in biases]).to("cpu", dtype),
             "path_weight": paths if self.is_sequential else None,
-            "lm_head": (
-                torch.stack([own.data for own in self.own_lm_heads]).cpu()
-                if self.own_lm_heads is not None
-                else None
-            ),
+            "lm_head": None if own is None else torch.stack([*own]).data.to("cpu", dtype),
             "token_map": self.token_map,
         }
 
@@ -180,40 +184,3 @@ class TrainableHeads(nn.Module):
                 for number, own in enumerate(heads.own_lm_heads):
                     own.copy_(stored.lm_head[number if len(stored.lm_head) > 1 else 0])
         return heads
-
-
-def head_loss(
-    heads: TrainableHeads,
-    logits: list[torch.Tensor],
-    states: torch.Tensor,
-    labels: torch.Tensor,
-    distill: float,
-) -> torch.Tensor:
-    """Cross-entropy of all heads, weighted 0.8^k (Medusa, arXiv 2401.10774, section 2.2.1).
-
-    Args:
-        logits: of ``TrainableHeads.forward``.
-        states: [N, hidden].
-        labels: int64 [N, K], target tokens; ``IGNORE`` behind an answer's end.
-        distill: share of the loss that takes the target's probabilities for labels, not its token.
-
-    The target's probabilities for the label of row i and head k come from the state of row i + k.
-    """
-    if distill:
-        with torch.no_grad():
-            soft = functional.linear(states, heads.lm_head).float().softmax(dim=-1)
-    total = torch.zeros((), device=states.device)
-    for head, predicted in enumerate(logits):
-        predicted = predicted.float()
-        label = labels[:, head]
-        weight = 0.8**head
-        if distill < 1:
-            rows = torch.where(label >= 0, heads.row_of[label.clamp(min=0)], IGNORE)
-            hard = functional.cross_entropy(predicted, rows, ignore_index=IGNORE)
-            total = total + weight * (1 - distill) * hard
-        if distill:
-            kept = (label >= 0).nonzero()[:, 0]
-            log_probabilities = predicted[kept].log_softmax(dim=-1)
-            cross = -(soft[kept + head + 1] * log_probabilities).sum(dim=-1).mean()
-            total = total + weight * distill * cross
-    return total

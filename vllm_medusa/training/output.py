@@ -12,10 +12,11 @@ from rich.console import Console
 
 from vllm_medusa import __version__
 from vllm_medusa.calibration.ranks_file import RankPaths, save_ranks
+from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.heads.save import save_heads
 from vllm_medusa.training.answers import read_answers
 from vllm_medusa.training.evaluate import accuracy_by_rank, expected_tokens, rank_paths
-from vllm_medusa.training.model import TargetMatrices
+from vllm_medusa.training.model import TargetMatrices, TrainableHeads
 from vllm_medusa.training.trainer import BEST, Split, load_heads_file, read_log
 
 if TYPE_CHECKING:
@@ -33,21 +34,23 @@ def write_heads(console: Console, options: RunOptions) -> Path:
     from transformers import AutoConfig
 
     target = TargetMatrices.read(options.model)
-    heads = load_heads_file(options.work / "training" / BEST, options.heads, target)
+    best = load_heads_file(options.work / "training" / BEST, options.heads, target)
+    name = Path(options.model).name if Path(options.model).exists() else options.model
+    dtype = options.store_dtype
+    if dtype == "auto":
+        dtype = str(AutoConfig.from_pretrained(options.model).dtype or torch.float32)
+    save_heads(
+        options.output,
+        "medusa-v0.1" if options.heads.own_lm_heads else "medusa-2",
+        base_model=name,
+        config={"vocab_size": len(target.lm_head)} if options.heads.own_lm_heads else None,
+        **best.weights(getattr(torch, dtype.removeprefix("torch."))),
+    )
+    # What is judged is what was stored, rounded as it is.
+    heads = TrainableHeads.from_weights(load_heads(options.output, dtype=torch.float32), target)
     split = Split.read(options.work, options.training)
     items = split.validation[: options.training.max_validation]
     paths = rank_paths(heads, items)
-    weights = heads.weights()
-    dtype = AutoConfig.from_pretrained(options.model).dtype or torch.float32
-    for name in ("block_weight", "block_bias", "lm_head"):
-        if weights[name] is not None:
-            weights[name] = weights[name].to(dtype)
-    if weights["path_weight"] is not None:
-        weights["path_weight"] = [weight.to(dtype) for weight in weights["path_weight"]]
-    fmt = "medusa-v0.1" if options.heads.own_lm_heads else "medusa-2"
-    vocab = {"vocab_size": target.lm_head.shape[0]} if options.heads.own_lm_heads else {}
-    name = Path(options.model).name if Path(options.model).exists() else options.model
-    save_heads(options.output, fmt, base_model=name, config=vocab, **weights)
     save_ranks(options.output, paths)
     (options.output / REPEAT).write_text(yaml.safe_dump(command_options(options), sort_keys=False))
     num_ranks = heads.lm_head.shape[0]
@@ -67,6 +70,7 @@ def command_options(options: RunOptions) -> dict[str, Any]:
         "data": str(options.data),
         "dtype": options.dtype,
         "max_num_seqs": options.max_num_seqs,
+        "store_dtype": options.store_dtype,
         "max_bad_lines": options.max_bad_lines,
         "temperatures": list(answers.temperatures),
         "max_answer_tokens": answers.max_answer_tokens,

@@ -21,6 +21,7 @@ from vllm_medusa.stage_process import run_stage
 from vllm_medusa.training.answers import (
     FILE,
     AnswerOptions,
+    ChatTemplate,
     generate_answers,
     read_answers,
     store_given_answers,
@@ -50,6 +51,7 @@ class RunOptions:
         output: folder of the heads.
         work: folder of what is kept between starts.
         dtype: in which the target answers and gives its hidden states, as ``vllm serve --dtype``.
+        store_dtype: of the stored heads; "auto": the target's.
         max_num_seqs: sequences answered at once.
         max_bad_lines: of the data, skipped before it is an error.
         chat_template: a Jinja template, for a model without one.
@@ -61,6 +63,7 @@ class RunOptions:
     output: Path
     work: Path
     dtype: str = "auto"
+    store_dtype: str = "auto"
     max_num_seqs: int = 128
     max_bad_lines: int = 10
     chat_template: str | None = None
@@ -93,6 +96,7 @@ def run_training(console: Console, options: RunOptions) -> Path:
     conversations, problems = read_conversations(options.data, options.max_bad_lines)
     for problem in problems:
         console.print(f"skipped: {problem}", style="yellow", markup=False, soft_wrap=True)
+    check_model(options)
     prepare_folder(options.output, "--output")
     prepare_folder(options.work, "--work")
     check_settings(console, options)
@@ -195,6 +199,25 @@ def engine_options(options: RunOptions) -> dict[str, Any]:
             "max_num_batched_tokens": max(4096, options.answers.max_length),
         }
     return chosen
+
+
+def check_model(options: RunOptions) -> None:
+    """See that the model is there and can be asked, before an engine is started.
+
+    Raises:
+        DataError: it is not there whole, or has no chat template.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        AutoConfig.from_pretrained(options.model)
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"cannot load the model {options.model}: {error}\nGive a folder or a hub id; a "
+            "download that was interrupted goes on when the command is run again"
+        ) from error
+    ChatTemplate(tokenizer, options.chat_template, options.model)
 
 
 def prepare_folder(folder: Path, option: str) -> None:

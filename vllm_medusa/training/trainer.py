@@ -24,7 +24,9 @@ from vllm_medusa.training.answers import Answer, read_answers
 from vllm_medusa.training.batches import Batch, is_held_out, make_batch
 from vllm_medusa.training.data import DataError
 from vllm_medusa.training.evaluate import accuracy_by_rank, expected_tokens, rank_paths
-from vllm_medusa.training.model import HeadsSpec, TargetMatrices, TrainableHeads, head_loss
+from vllm_medusa.training.loss import head_loss
+from vllm_medusa.training.memory import advise_on_memory
+from vllm_medusa.training.model import HeadsSpec, TargetMatrices, TrainableHeads
 from vllm_medusa.training.states import load_states
 
 BEST = "best.safetensors"
@@ -163,19 +165,24 @@ def train(report: Any, model: str, work: Path, spec: HeadsSpec, options: TrainOp
         )
     )
     progress = Checkpoints(accelerator, folder, schedule)
+    dtype = torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32
     step = progress.resume()
     while step < steps:
         for batch in epoch_from(accelerator, loader, step, steps_per_epoch):
-            logits = heads(batch.states, batch.paths)
-            plain = accelerator.unwrap_model(heads)
-            loss = head_loss(plain, logits, batch.states, batch.labels, options.distill)
+            with advise_on_memory("--batch-answers", options.batch_answers):
+                head_states = heads(batch.states, batch.paths)
+                plain = accelerator.unwrap_model(heads)
+                loss = head_loss(
+                    plain, head_states, batch.states, batch.labels, options.distill, dtype
+                )
             if not math.isfinite(loss.item()):
                 raise LossError(
                     f"the loss is {loss.item()} at step {step + 1} of {steps}: the heads of the "
                     f"best checkpoint before it are in {folder / BEST}; try a smaller "
                     f"--learning-rate than {options.learning_rate}, or look at the data"
                 )
-            accelerator.backward(loss)
+            with advise_on_memory("--batch-answers", options.batch_answers):
+                accelerator.backward(loss)
             accelerator.clip_grad_norm_(heads.parameters(), options.max_grad_norm)
             optimizer.step()
             schedule.step()
