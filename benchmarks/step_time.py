@@ -54,6 +54,7 @@ def main() -> None:
             "method": "medusa",
             "model": args.heads,
             "num_speculative_tokens": max(args.nodes),
+            "lookup": False,
             **({"tree": args.tree} if args.tree else {}),
         },
     )

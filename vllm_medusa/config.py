@@ -39,6 +39,7 @@ OPTIONS = {
     "num_speculative_tokens": "nodes to verify per request and step",
     "num_speculative_tokens_per_batch_size": "vLLM's schedule of nodes by batch size",
     "tree": 'rank paths such as [[0], [1], [0, 0]], a JSON file of them, or "chain"',
+    "lookup": "whether to draft from the request's own text where it repeats itself, default true",
 }
 
 
@@ -52,6 +53,10 @@ class MedusaSpeculativeConfig(SpeculativeConfig):
 
     tree: list[list[int]] | None = None
     """The tree as rank paths in nested order."""
+
+    lookup: bool = True
+    """Where a request's text repeats itself, verify a chain of what came behind it before, in the
+    tree's place (``lookup.py``)."""
 
     def __post_init__(self) -> None:
         # The parent's __post_init__ builds a ModelConfig for a draft model; heads are none. Like
@@ -106,6 +111,8 @@ def speculative_config_from_options(
             f"--speculative-model {PREFIX}FOLDER"
         )
     heads = str(heads).removeprefix(PREFIX)
+    if not isinstance(options.get("lookup", True), bool):
+        raise ValueError(f"lookup is {options['lookup']!r}: expected true or false")
     # All checks come before the config is built: its own errors would be wrapped by pydantic's.
     info = inspect_heads(heads, options.get("revision"))
     for warning in info.warnings:

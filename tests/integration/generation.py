@@ -106,8 +106,9 @@ def continuations(
 
 
 def medusa(heads: object, tree: object, **options: object) -> dict[str, object]:
-    """Engine arguments that ask for Medusa."""
-    config = {"method": "medusa", "model": str(heads), "tree": tree, **options}
+    """Engine arguments that ask for Medusa; all drafts are the heads' (or the oracle's), unless
+    ``lookup`` is asked for."""
+    config = {"method": "medusa", "model": str(heads), "tree": tree, "lookup": False, **options}
     return {"speculative_config": config}
 
 

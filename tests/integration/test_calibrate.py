@@ -299,7 +299,8 @@ def test_no_nodes_under_load_and_back(models, heads, engine, reference):
     lengths = [120, 70, 30, 30, 30, 40, 20]
     arrivals = {0: [0], 10: [1], 16: [2], 22: [3, 4], 28: [5], 70: [6]}
     whole = tokens(reference(models(), prompts, max_tokens=120))
-    llm = engine(models(), speculative_config={"method": "medusa", "model": str(heads)})
+    options = {"method": "medusa", "model": str(heads), "lookup": False}
+    llm = engine(models(), speculative_config=options)
     core, drafter = llm.llm_engine, runner_of(llm).drafter
     drafted = Counter()
     propose = drafter.propose

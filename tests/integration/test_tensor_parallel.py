@@ -117,7 +117,8 @@ def test_two_ranks(kind, model, prompts, engine, tmp_path):
     config |= {"medusa_num_heads": 2, "medusa_num_layers": 1}
     heads = save_heads(tmp_path / "heads", tensors, config)
     tree = [[0], [1], [0, 0], [2], [0, 1], [1, 0], [3]]
-    options = {"speculative_config": {"method": "medusa", "model": str(heads), "tree": tree}}
+    config = {"method": "medusa", "model": str(heads), "tree": tree, "lookup": False}
+    options = {"speculative_config": config}
 
     expected = tokens(generate(engine(model), prompts, max_tokens=48))
     one_rank = engine(model, disable_log_stats=False, **options)

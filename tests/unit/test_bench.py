@@ -29,6 +29,8 @@ from vllm_medusa.bench.variants import (
     Variant,
     chain_variant,
     file_variants,
+    heads_only,
+    is_heads_only,
     tree_variant,
 )
 
@@ -149,7 +151,8 @@ def test_identical_texts_are_counted():
 
 
 def test_bound_and_prediction():
-    calibrated = Variant("tree", {"method": "medusa"}, 3, calibrated=True)
+    options = {"method": "medusa", "lookup": False}
+    calibrated = Variant("tree", options, 3, calibrated=True)
     _, row = summarize([PLAIN, calibrated], [make_round(1, "chat", 8.0, 4.0)], CALIBRATION)
     assert row.bound == pytest.approx(2.0 / (0.08 / 0.05))
     assert row.predicted == pytest.approx(1.8 / (0.08 / 0.05))
@@ -251,12 +254,17 @@ def test_variants(tmp_path):
         "model": str(tmp_path),
         "tree": "chain",
         "num_speculative_tokens": 2,
+        "lookup": False,
     }
     served = {"method": "medusa", "model": str(tmp_path)}
     assert tree_variant(tmp_path, Calibration()).name == "tree"
     assert tree_variant(tmp_path, Calibration(nodes=2)).name == "tree of 2"
     chosen = tree_variant(tmp_path, CALIBRATION)
     assert (chosen.name, chosen.speculative_config) == ("calibrated tree", served)
+    alone = heads_only(chosen)
+    assert alone.name == "calibrated tree, heads only"
+    assert alone.speculative_config == served | {"lookup": False}
+    assert (is_heads_only(alone), is_heads_only(chosen)) == (True, False)
     first = tree_variant(tmp_path, CALIBRATION, nodes=2)
     assert (first.name, first.calibrated) == ("tree of 2", False)
     assert first.speculative_config == served | {"num_speculative_tokens": 2}

@@ -95,7 +95,11 @@ def run_bench(
 
 
 def count_sizes(
-    console: Console, bench: Bench, sizes: Sequence[int], tree: Path | None = None
+    console: Console,
+    bench: Bench,
+    sizes: Sequence[int],
+    tree: Path | None = None,
+    lookup: bool = False,
 ) -> Counts:
     """Tokens per step by number of nodes, in one engine.
 
@@ -104,11 +108,12 @@ def count_sizes(
         bench: model, heads, prompts and options; the rest has no part in it.
         sizes: numbers of nodes.
         tree: a JSON file of a tree that is large enough; None takes the one beside the heads.
+        lookup: let drafts come from the request's own text too, as serving does.
 
     Raises:
         RuntimeError: the engine failed, for example because the tree has too few nodes.
     """
-    options = medusa(bench.heads) | {"num_speculative_tokens": max(sizes)}
+    options = medusa(bench.heads) | {"num_speculative_tokens": max(sizes), "lookup": lookup}
     options |= {"tree": str(tree)} if tree else {}
     engine_options = dict(bench.options) | COUNTING_OPTIONS
     variant = Variant(f"tree of {max(sizes)}", options)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from vllm_medusa.bench import generation as of
 from vllm_medusa.bench.calibration import Calibration
 from vllm_medusa.bench.rounds import Round
-from vllm_medusa.bench.variants import Variant
+from vllm_medusa.bench.variants import Variant, is_heads_only
 
 ALL = "all"
 
@@ -124,7 +124,8 @@ def summarize_variant(
             mine.token_ids == plain.token_ids for mine, plain in zip(answers, base, strict=True)
         ),
         bound=per_step / cost if cost else None,
-        predicted=expected / cost if expected and cost and variant.calibrated else None,
+        # Calibration knows the heads alone.
+        predicted=expected / cost if expected and cost and is_heads_only(variant) else None,
     )
 
 

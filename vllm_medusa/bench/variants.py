@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,8 @@ PLAIN = Variant("plain vLLM", None, nodes=0)
 
 
 def chain_variant(heads: Path, length: int) -> Variant:
-    """The best guess of each head, one below the other."""
-    options = {"tree": "chain", "num_speculative_tokens": length}
+    """The best guess of each head, one below the other, and nothing else."""
+    options = {"tree": "chain", "num_speculative_tokens": length, "lookup": False}
     return Variant(f"chain of {length}", medusa(heads) | options, length)
 
 
@@ -55,6 +55,18 @@ def tree_variant(heads: Path, calibration: Calibration, nodes: int | None = None
     else:
         name = f"tree of {calibration.nodes}" if calibration.nodes else "tree"
     return Variant(name, medusa(heads), calibration.nodes, calibrated=True)
+
+
+def heads_only(variant: Variant) -> Variant:
+    """The same without drafts from the request's own text."""
+    options = (variant.speculative_config or {}) | {"lookup": False}
+    return replace(variant, name=f"{variant.name}, heads only", speculative_config=options)
+
+
+def is_heads_only(variant: Variant) -> bool:
+    """The calibrated tree without anything else."""
+    options = variant.speculative_config or {}
+    return variant.calibrated and options.get("lookup") is False
 
 
 def file_variants(heads: Path, trees: Sequence[Path]) -> list[Variant]:

@@ -129,6 +129,7 @@ def measure_costs(
             "method": "medusa",
             "model": heads,
             "tree": [list(path) for path in paths],
+            "lookup": False,  # its chains may be shorter than the size that is measured
         },
         **engine_options,
     )

@@ -150,14 +150,17 @@ def measure(console: Console, args: argparse.Namespace, bench: Bench) -> None:
         Variant,
         chain_variant,
         file_variants,
+        heads_only,
         tree_variant,
     )
 
     calibration = read_calibration(bench.heads)
+    tree = tree_variant(bench.heads, calibration)
     variants = [
         PLAIN,
         chain_variant(bench.heads, args.chain or calibration.best_chain()),
-        tree_variant(bench.heads, calibration),
+        heads_only(tree),
+        tree,
         *file_variants(bench.heads, [file.resolve() for file in args.tree]),
     ]
     if not args.no_ngram:
@@ -183,6 +186,8 @@ def count(console: Console, args: argparse.Namespace, bench: Bench) -> None:
         raise ValueError("--sizes counts for one tree: give one --tree at most")
     tree = args.tree[0].resolve() if args.tree else None
     counts = count_sizes(console, bench, args.sizes, tree)
+    both = count_sizes(console, bench, args.sizes, tree, lookup=True)
+    counts |= {f"{kind}, with lookup": rates for kind, rates in both.items()}
     print_table(console, size_headings(counts), size_rows(counts))
     settings = settings_shown(bench)
     del settings["Compiled"]  # Counting never compiles.

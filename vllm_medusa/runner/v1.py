@@ -7,6 +7,7 @@ accepted path is compacted, and the next trees are drafted.
 """
 
 import functools
+from collections.abc import Container
 from dataclasses import replace
 from typing import Any
 
@@ -31,8 +32,13 @@ from vllm_medusa.attention.kernels import load_library, move_slots
 from vllm_medusa.bank import TreeBank
 from vllm_medusa.compaction import accepted_moves
 from vllm_medusa.drafter import MedusaDrafter
+from vllm_medusa.lookup import lookup
+from vllm_medusa.tree import TokenTree
 
 NO_LIMIT = 2**31 - 1
+
+# Places in the bank.
+HEADS_TREE, LOOKUP_CHAIN = 0, 1
 
 
 class MedusaCPUModelRunner(CPUModelRunner):
@@ -47,7 +53,10 @@ class MedusaCPUModelRunner(CPUModelRunner):
             gpu_model_runner.build_logitsprocs = stock
         # vLLM's runner has built its own Medusa proposer, which holds no weights yet.
         self.drafter = MedusaDrafter(vllm_config, device)
-        self.bank = TreeBank([self.drafter.tree], device)
+        tree = self.drafter.tree
+        self.bank = TreeBank([tree, TokenTree.chain(len(tree))], device)
+        # Which tree of the bank a request's newest drafts form; HEADS_TREE where it is not here.
+        self.tree_of: dict[str, int] = {}
         # vLLM stops drafting for the whole batch when one request nears the drafter's longest
         # sequence. Heads have none; the scheduler cuts each request's tree at max_model_len.
         self.effective_drafter_max_model_len = NO_LIMIT
@@ -75,11 +84,13 @@ class MedusaCPUModelRunner(CPUModelRunner):
         # vLLM counts, per request, the drafts of this step: -1 where a prompt chunk is read.
         num_nodes = self.num_decode_draft_tokens.cpu[:num_reqs]
         any_tree = kwargs.get("use_spec_decode", False) and bool((num_nodes > 0).any())
-        tree_index = torch.where(num_nodes >= 0, 0, -1).to(torch.int32) if any_tree else None
+        trees = self._trees(num_reqs) if any_tree else None
+        tree_index = None
+        if trees is not None:
+            tree_index = torch.where(num_nodes >= 0, trees, -1).to(torch.int32)
+            self._set_depth_positions(num_nodes, trees, num_tokens)
         for builder in self._tree_builders():
             builder.set_trees(tree_index, self.bank.ancestors)
-        if any_tree:
-            self._set_depth_positions(num_nodes, num_tokens)
         return super()._build_attention_metadata(num_tokens, num_reqs, *args, **kwargs)
 
     def _tree_builders(self):  # type: ignore[no-untyped-def]
@@ -88,16 +99,24 @@ class MedusaCPUModelRunner(CPUModelRunner):
             assert isinstance(builder, TreeCPUAttentionMetadataBuilder)
             yield builder
 
-    def _set_depth_positions(self, num_nodes: torch.Tensor, num_tokens: int) -> None:
+    def _trees(self, num_reqs: int) -> torch.Tensor:
+        """Which tree of the bank each request of the batch has, int64 [requests]."""
+        names = self.input_batch.req_ids[:num_reqs]
+        return torch.tensor([self.tree_of.get(name, HEADS_TREE) for name in names])
+
+    def _set_depth_positions(
+        self, num_nodes: torch.Tensor, trees: torch.Tensor, num_tokens: int
+    ) -> None:
         """Node positions: linear as vLLM's slots (computed already), by depth for the rotary
         embedding.
 
         In place: ``positions`` is the buffer that the forward pass reads.
         """
         rows = self.query_pos.cpu[:num_tokens].long()
-        in_tree = (num_nodes > 0)[self.req_indices.cpu[:num_tokens].long()]
-        offset = self.bank.depth_offset[0][rows.clamp(max=self.bank.depth_offset.shape[1] - 1)]
-        self.positions[:num_tokens] += offset * in_tree
+        requests = self.req_indices.cpu[:num_tokens].long()
+        last = self.bank.depth_offset.shape[1] - 1
+        offset = self.bank.depth_offset[trees[requests], rows.clamp(max=last)]
+        self.positions[:num_tokens] += offset * (num_nodes > 0)[requests]
 
     # -- acceptance and compaction -----------------------------------------------------------------
 
@@ -117,7 +136,7 @@ class MedusaCPUModelRunner(CPUModelRunner):
         paths = walk(
             target.draw,
             draft_tokens,
-            self.bank.parents[0, :width].expand(num_reqs, width),
+            self.bank.parents[self._trees(num_reqs), :width],
             active,
             target.max_steps(),
         )
@@ -167,6 +186,11 @@ class MedusaCPUModelRunner(CPUModelRunner):
             for index, tokens in enumerate(sampled_token_ids)
             if tokens and self._can_speculate(index)
         ]
+        repeating = self._lookup(requests, num_nodes)
+        self._remember_trees(requests, repeating)
+        for index in requests:
+            drafts[index] = repeating.get(index, [])
+        requests = [index for index in requests if index not in repeating]
         if requests:
             assert self.last_rows is not None
             states = sample_hidden_states[self.last_rows[requests]]
@@ -175,6 +199,24 @@ class MedusaCPUModelRunner(CPUModelRunner):
             for index, tokens in zip(requests, proposed, strict=True):
                 drafts[index] = tokens
         return drafts
+
+    def _lookup(self, requests: list[int], num_nodes: int) -> dict[int, list[int]]:
+        """The requests whose text repeats itself, and what came next before."""
+        if not self.drafter.config.lookup:
+            return {}
+        batch = self.input_batch
+        found = {
+            index: lookup(batch.token_ids_cpu[index, : batch.num_tokens_no_spec[index]], num_nodes)
+            for index in requests
+        }
+        return {index: tokens for index, tokens in found.items() if tokens}
+
+    def _remember_trees(self, requests: list[int], repeating: Container[int]) -> None:
+        """Note the new drafts' trees; those of requests that wait with older drafts stay."""
+        names = self.input_batch.req_ids
+        new = {names[i]: LOOKUP_CHAIN if i in repeating else HEADS_TREE for i in requests}
+        kept = {name: tree for name, tree in self.tree_of.items() if name in self.requests}
+        self.tree_of = kept | new
 
     def _can_speculate(self, index: int) -> bool:
         """Whether the request's rules can be followed along a path; if not it is served without

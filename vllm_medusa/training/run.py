@@ -30,7 +30,7 @@ from vllm_medusa.training.data import Conversation, DataError, read_conversation
 from vllm_medusa.training.model import HeadsSpec
 from vllm_medusa.training.output import write_heads
 from vllm_medusa.training.progress import stage_progress
-from vllm_medusa.training.states import FOLDER, compute_states
+from vllm_medusa.training.states import FOLDER, compute_states, missing_shards
 from vllm_medusa.training.trainer import TrainOptions, train
 
 SETTINGS = "settings.json"
@@ -156,6 +156,8 @@ def answer_stage(
 
 def make_states(console: Console, options: RunOptions) -> None:
     """The second stage; shards that are there are not made again."""
+    if not missing_shards(options.work / FOLDER, len(read_answers(options.work / FILE))):
+        return
     with stage_progress(console, "hidden states", "shards") as progress:
         stage = run_stage(
             compute_states,

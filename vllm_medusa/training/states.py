@@ -32,6 +32,12 @@ def shard_path(folder: Path, shard: int) -> Path:
     return folder / f"{shard:05d}.safetensors"
 
 
+def missing_shards(folder: Path, num_answers: int) -> list[int]:
+    """The shards that are not there yet."""
+    shards = range(num_shards(num_answers))
+    return [shard for shard in shards if not shard_path(folder, shard).exists()]
+
+
 def compute_states(
     report: Any, model: str, dtype: str, answers_file: Path, folder: Path, device: str | None = None
 ) -> None:
@@ -48,10 +54,8 @@ def compute_states(
     folder.mkdir(parents=True, exist_ok=True)
     answers = read_answers(answers_file)
     shards = num_shards(len(answers))
-    missing = [shard for shard in range(shards) if not shard_path(folder, shard).exists()]
+    missing = missing_shards(folder, len(answers))
     report((shards - len(missing), shards))
-    if not missing:
-        return
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     target = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
     with torch.inference_mode():
