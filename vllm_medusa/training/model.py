@@ -170,17 +170,36 @@ class TrainableHeads(nn.Module):
             info.own_lm_heads,
         )
         heads = cls(spec, target, stored.token_map)
-        with torch.no_grad():
-            for number, head in enumerate(heads.heads):
-                for layer, block in enumerate(head):
-                    weight = stored.block_weight[number, layer]
-                    if layer == 0 and stored.path_weight is not None:
-                        weight = torch.cat([weight, stored.path_weight[number]], dim=1)
-                    block.weight.copy_(weight)
-                    if stored.block_bias is not None:
-                        block.bias.copy_(stored.block_bias[number, layer])
-            if stored.lm_head is not None:
-                assert heads.own_lm_heads is not None
-                for number, own in enumerate(heads.own_lm_heads):
-                    own.copy_(stored.lm_head[number if len(stored.lm_head) > 1 else 0])
+        heads.copy_blocks(stored)
+        if stored.lm_head is not None:
+            assert heads.own_lm_heads is not None
+            for number, own in enumerate(heads.own_lm_heads):
+                own.data.copy_(stored.lm_head[number if len(stored.lm_head) > 1 else 0])
         return heads
+
+    @torch.no_grad()
+    def copy_blocks(self, stored: HeadsWeights) -> None:
+        """Take over the residual blocks of stored heads; blocks that these have besides stay zero,
+        which leaves what the heads say as it was.
+
+        Raises:
+            DataError: the stored heads are of another kind, or have other or more blocks.
+        """
+        info, spec = stored.info, self.spec
+        mine = (self.is_sequential, spec.num_heads, self.lm_head.shape[1])
+        theirs = (info.is_sequential, info.num_heads, info.hidden_size)
+        if mine != theirs or info.num_layers > spec.num_layers:
+            raise DataError(
+                f"heads {info.source} cannot be a start for these: (sequential, number, hidden "
+                f"size) is {theirs} there and {mine} here, layers {info.num_layers} there and "
+                f"{spec.num_layers} here"
+            )
+        for number, head in enumerate(self.heads):
+            for layer in range(info.num_layers):
+                weight = stored.block_weight[number, layer]
+                if layer == 0 and stored.path_weight is not None:
+                    path = stored.path_weight[number] / self.embedding_scale
+                    weight = torch.cat([weight, path], dim=1)
+                head[layer].weight.copy_(weight)
+                if stored.block_bias is not None:
+                    head[layer].bias.copy_(stored.block_bias[number, layer])

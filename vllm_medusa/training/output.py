@@ -63,14 +63,19 @@ def write_heads(console: Console, options: RunOptions) -> Path:
 
 
 def command_options(options: RunOptions) -> dict[str, Any]:
-    """The options of the command, as ``vllm-medusa train --config`` reads them."""
+    """The options of the command, as ``vllm-medusa train --config`` reads them. MODEL and --data
+    are to be given again where they are local."""
     answers, heads, training = options.answers, options.heads, options.training
+    # Of folders on this machine only the name: the card travels with the heads.
+    model = Path(options.model)
+    init = options.training.init
     flat = {
-        "model": options.model,
-        "data": str(options.data),
+        "model": model.name if model.exists() else options.model,
+        "data": options.data.name,
         "dtype": options.dtype,
         "max_num_seqs": options.max_num_seqs,
         "store_dtype": options.store_dtype,
+        "note": options.note,
         "max_bad_lines": options.max_bad_lines,
         "temperatures": list(answers.temperatures),
         "max_answer_tokens": answers.max_answer_tokens,
@@ -84,7 +89,7 @@ def command_options(options: RunOptions) -> dict[str, Any]:
         "own_lm_heads": heads.own_lm_heads,
         "draft_vocab": heads.draft_vocab or 0,
     }
-    return flat | asdict(training)
+    return flat | asdict(training) | {"init": Path(init).name if init else None}
 
 
 def write_card(
@@ -110,17 +115,19 @@ def write_card(
         f"# Medusa heads for {name}", "",
         f"{heads.num_heads} {heads.head_type} heads, {heads.num_layers} residual block(s) each, "
         f"{lm_head}, drafting from {vocab}. Made by vllm-medusa {__version__} "
-        f"(`vllm-medusa train --config {REPEAT}`).", "",
+        f"(`vllm-medusa train MODEL --data FILE --config {REPEAT}`).", "",
         "## Data", "",
         f"- {len(answers)} answers {source} to {prompts} prompts, {tokens} tokens; "
         f"{100 * greedy:.0f} % greedy, temperatures taken in turn "
         f"{list(options.answers.temperatures)}, seed {options.answers.seed}",
         f"- the target in {options.dtype}",
+        *([f"- {options.note}"] if options.note else []),
         f"- {100 * training.validation:.0f} % of the conversations held out", "",
         "## Recipe", "",
         f"- AdamW, learning rate {training.learning_rate} after {100 * training.warmup:.0f} % "
         f"warm-up, cosine, weight decay {training.weight_decay}, gradients clipped at "
         f"{training.max_grad_norm}",
+        *([f"- started from {Path(training.init).name}"] if training.init else []),
         f"- {training.epochs} epochs of {training.batch_answers} answers a step ({last} steps), "
         f"seed {training.seed}, products in "
         f"{'bfloat16' if training.mixed_precision == 'bf16' else 'float32'}",

@@ -56,6 +56,7 @@ class RunOptions:
         max_bad_lines: of the data, skipped before it is an error.
         chat_template: a Jinja template, for a model without one.
         retrain: train anew with other settings on the answers and states that are there.
+        note: for the model card.
     """
 
     model: str
@@ -68,6 +69,7 @@ class RunOptions:
     max_bad_lines: int = 10
     chat_template: str | None = None
     retrain: bool = False
+    note: str | None = None
     answers: AnswerOptions = field(default_factory=AnswerOptions)
     heads: HeadsSpec = field(default_factory=HeadsSpec)
     training: TrainOptions = field(default_factory=TrainOptions)
@@ -288,4 +290,5 @@ def _show(console: Console, progress: Callable[..., None], record: dict[str, Any
         console.print(
             f"step {record['step']}: validation tokens per step by nodes {rates}; top-1 {top1}",
             highlight=False,
+            soft_wrap=True,
         )

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 
+from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.training.answers import Answer, read_answers
 from vllm_medusa.training.batches import Batch, is_held_out, make_batch
 from vllm_medusa.training.data import DataError
@@ -51,6 +52,7 @@ class TrainOptions:
         max_steps: stop there, whatever the epochs say.
         save_every: steps between checkpoints to go on from.
         mixed_precision: "no" or "bf16", what accelerate computes products in.
+        init: heads to start from, a folder or a hub id; None: each head starts as the LM head.
     """
 
     epochs: int = 4
@@ -66,6 +68,7 @@ class TrainOptions:
     save_every: int = 200
     mixed_precision: str = "no"
     seed: int = 0
+    init: str | None = None
 
 
 class LossError(ValueError):
@@ -145,6 +148,8 @@ def train(report: Any, model: str, work: Path, spec: HeadsSpec, options: TrainOp
     target = TargetMatrices.read(model)
     token_map = frequent_tokens(split.train, spec.draft_vocab, target.lm_head.shape[0])
     heads = TrainableHeads(spec, target, token_map, embedding_scale(split.train, target))
+    if options.init is not None:
+        heads.copy_blocks(load_heads(options.init, dtype=torch.float32))
     optimizer = torch.optim.AdamW(
         heads.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay
     )
