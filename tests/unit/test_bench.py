@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -219,10 +220,7 @@ def test_calibration_file(tmp_path):
         "num_speculative_tokens": 1,
         "num_speculative_tokens_per_batch_size": [[1, 4, 1], [5, 5, 0]],
         "tokens_per_step": [1.0, 1.5],
-        "cost": [
-            {"batch_size": size, "nodes": nodes, "step_ms": step}
-            for size, nodes, step in [(1, 0, 50), (1, 1, 60), (4, 0, 80), (4, 1, 100)]
-        ],
+        "costs": {"1": {"0": 0.05, "1": 0.06}, "4": {"0": 0.08, "1": 0.1}},
         "paths": [[0]],
     }
     (tmp_path / "medusa_tree.json").write_text(json.dumps(stored))
@@ -238,6 +236,15 @@ def test_calibration_file(tmp_path):
     assert read_calibration(tmp_path).nodes_at(1) == 0
     (tmp_path / "medusa_tree.json").write_text("[[0]]")
     assert read_calibration(tmp_path) == Calibration()
+
+
+def test_what_calibrate_wrote_is_understood():
+    """The shipped heads' own file."""
+    read = read_calibration(Path(__file__).parents[2] / "heads" / "smollm2-135m-instruct")
+    assert read.nodes_at(1) == read.nodes >= 1
+    assert read.nodes_at(64) == 0
+    assert 1 < read.cost(read.nodes, 1) < read.tokens_per_step(read.nodes) < 4
+    assert read.best_chain() >= 1
 
 
 def test_best_chain():

@@ -81,10 +81,10 @@ def read_calibration(heads: Path) -> Calibration:
 
 def parse_calibration(stored: Mapping[str, Any]) -> Calibration:
     """The calibration in the JSON object of a tree file."""
-    costs: dict[int, dict[int, float]] = {}
-    for entry in stored.get("cost") or ():
-        by_nodes = costs.setdefault(entry["batch_size"], {})
-        by_nodes[entry["nodes"]] = entry["step_ms"] / 1e3
+    costs = {
+        int(batch_size): {int(nodes): seconds for nodes, seconds in by_nodes.items()}
+        for batch_size, by_nodes in (stored.get("costs") or {}).items()
+    }
     return Calibration(
         nodes=stored.get("num_speculative_tokens"),
         schedule=stored.get("num_speculative_tokens_per_batch_size") or (),
