@@ -20,9 +20,9 @@ from typing import Any
 from vllm_medusa.bench.environment import compile_environment
 from vllm_medusa.calibration.clock import StepClock
 from vllm_medusa.calibration.live import set_tree_size
-from vllm_medusa.demo.load import LoadMeter
-from vllm_medusa.demo.machine import describe_machine
 from vllm_medusa.demo.prompts import demo_prompts
+from vllm_medusa.load import LoadMeter
+from vllm_medusa.machine import describe_machine
 
 # Parts of a step that run inside others; what is left of the whole is the engine's.
 PARTS = ("forward", "LM head", "acceptance", "compaction", "drafting")

@@ -19,8 +19,8 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
 
-from vllm_medusa.calibration.machine import differences
 from vllm_medusa.heads.checkpoint import HeadsInfo, check_against_target, inspect_heads
+from vllm_medusa.machine import differences
 from vllm_medusa.options import PREFIX
 from vllm_medusa.stored_tree import SCHEDULE, StoredTree, read_stored_tree
 from vllm_medusa.tree import MAX_NODES, TREE_FILE, TokenTree, default_tree, read_tree

@@ -32,13 +32,15 @@ def lookup(tokens: NDArray[np.int32], num_tokens: int) -> list[int]:
     if length <= SHORTEST:
         return []
     # Places behind a match: where the tokens before are the last tokens of the text.
-    ends = np.arange(SHORTEST, length)
-    for size in range(1, LONGEST + 1):
-        longer = ends[(ends >= size) & (tokens[ends - size] == tokens[length - size])]
-        if not len(longer):
-            if size <= SHORTEST:
-                return []
+    ends = np.flatnonzero(tokens[:-1] == tokens[-1]) + 1
+    for size in range(2, LONGEST + 1):
+        longer = ends[ends >= size]
+        longer = longer[tokens[longer - size] == tokens[length - size]]
+        if len(longer):
+            ends = longer
+        elif size <= SHORTEST:
+            return []
+        else:
             break
-        ends = longer
     start = int(ends[-1])
     return tokens[start + np.arange(num_tokens) % (length - start)].tolist()

@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +42,10 @@ def run_stage(
     Raises:
         StageError: the function raised an error (its message), or the process died (its log's end).
     """
-    ours, theirs = multiprocessing.Pipe()
     log.parent.mkdir(parents=True, exist_ok=True)
-    variables = engine_environment() | (environment or {})
-    process = multiprocessing.get_context("spawn").Process(
-        target=_stage, args=(theirs, str(log), function, arguments), daemon=True
+    process, ours = start_process(
+        _stage, str(log), function, arguments, environment=environment or {}, daemon=True
     )
-    with environment_variables(variables):
-        process.start()
-    theirs.close()
     try:
         while True:
             kind, value = ours.recv()
@@ -65,11 +61,47 @@ def run_stage(
             f"the process ended with exit code {process.exitcode}; the end of {log}:\n{tail(log)}"
         ) from None
     finally:
-        ours.close()
-        process.join(timeout=20)
-        if process.is_alive():
-            process.kill()
-            process.join()
+        end_process(process, ours)
+
+
+def start_process(
+    function: Callable[..., None],
+    *arguments: Any,
+    environment: dict[str, str],
+    daemon: bool = False,
+) -> tuple[BaseProcess, Connection]:
+    """Run ``function(connection, *arguments)`` in a spawned process; returns it and our end.
+
+    Args:
+        function: a module's function.
+        environment: variables to set besides those a CPU engine needs.
+        daemon: it ends with this process, and may start none itself.
+    """
+    ours, theirs = multiprocessing.Pipe()
+    # spawn: the environment must be right before the process loads its first library.
+    process = multiprocessing.get_context("spawn").Process(
+        target=function, args=(theirs, *arguments), daemon=daemon
+    )
+    with environment_variables(engine_environment() | environment):
+        process.start()
+    theirs.close()
+    return process, ours
+
+
+def end_process(process: BaseProcess, connection: Connection) -> None:
+    """Close our end, which tells the process to end, and see to it that it does."""
+    connection.close()
+    process.join(timeout=20)
+    if process.is_alive():
+        process.kill()
+        process.join()
+
+
+def print_into(log: str) -> None:
+    """From now on, all that this process and its libraries print goes into a file."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, sys.stdout.fileno())
+    os.dup2(output, sys.stderr.fileno())
 
 
 def engine_environment() -> dict[str, str]:
@@ -99,9 +131,7 @@ def _stage(
     connection: Connection, log: str, function: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
     """What the process runs."""
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(output, sys.stdout.fileno())
-    os.dup2(output, sys.stderr.fileno())
+    print_into(log)
     try:
         function(lambda value: connection.send(("report", value)), *arguments)
         connection.send(("done", None))

@@ -9,8 +9,9 @@ tree, and nothing needs a special case.
 In a verification step a request owns rows: row 0 is the root, row ``i + 1`` is node ``i``.
 """
 
+import heapq
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,22 +108,34 @@ class TokenTree:
 
         Gives for every prefix the best tree of that size under these accuracies, hence nested.
         """
+        table = [*accuracies, []]
+        return cls.grow_by(lambda path: table[len(path)], num_nodes)
+
+    @classmethod
+    def grow_by(
+        cls, chances: Callable[[tuple[int, ...]], Sequence[float]], num_nodes: int
+    ) -> "TokenTree":
+        """Best-first growth where what comes next may depend on the whole path.
+
+        Args:
+            chances: ``chances(path)[r]``, the chance that rank ``r`` comes next given that ``path``
+                (the root's is empty) is right; none where no head is left.
+            num_nodes: how many nodes to add; fewer come back if there are no more.
+
+        Ties go to the shallower node, then to the lower ranks, so that growth is reproducible.
+        """
         chosen: list[tuple[int, ...]] = []
-        frontier: dict[tuple[int, ...], float] = {(0,): accuracies[0][0]}
-        while frontier and len(chosen) < num_nodes:
-            # Ties go to the shallower, lower-ranked node, so that growth is reproducible.
-            node = max(
-                frontier, key=lambda path: (frontier[path], [-len(path), *[-r for r in path]])
-            )
-            value = frontier.pop(node)
-            chosen.append(node)
-            depth, rank = len(node), node[-1]
-            if rank + 1 < len(accuracies[depth - 1]) and accuracies[depth - 1][rank] > 0:
-                sibling = value / accuracies[depth - 1][rank] * accuracies[depth - 1][rank + 1]
-                frontier[(*node[:-1], rank + 1)] = sibling
-            if depth < len(accuracies):
-                frontier[(*node, 0)] = value * accuracies[depth][0]
-        return cls.from_paths(chosen)
+        frontier: list[tuple[float, int, tuple[int, ...]]] = []
+        path: tuple[int, ...] = ()
+        value = 1.0
+        while True:
+            for rank, chance in enumerate(chances(path)):
+                heapq.heappush(frontier, (-value * chance, len(path) + 1, (*path, rank)))
+            if not frontier or len(chosen) == num_nodes:
+                return cls.from_paths(chosen)
+            negated, _, path = heapq.heappop(frontier)
+            value = -negated
+            chosen.append(path)
 
     def __len__(self) -> int:
         return len(self.paths)

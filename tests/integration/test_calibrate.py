@@ -29,9 +29,9 @@ from vllm_medusa.calibration.cost import BatchCost, CostOptions, StepCost, _Step
 from vllm_medusa.calibration.cost_file import COSTS_FILE
 from vllm_medusa.calibration.errors import CalibrationError
 from vllm_medusa.calibration.live import set_tree_size
-from vllm_medusa.calibration.machine import these_versions, this_machine
 from vllm_medusa.calibration.ranks_file import MISS, save_ranks
 from vllm_medusa.cli.main import main
+from vllm_medusa.machine import these_versions, this_machine
 from vllm_medusa.tree import TREE_FILE
 
 NUM_HEADS = 3

@@ -16,7 +16,6 @@ from vllm_medusa.calibration.cost_file import COSTS_FILE, read_costs, save_costs
 from vllm_medusa.calibration.errors import CalibrationError
 from vllm_medusa.calibration.growth import accuracies, grow_tree, head_counts, rank_counts
 from vllm_medusa.calibration.live import set_tree_size
-from vllm_medusa.calibration.machine import differences, these_versions, this_machine
 from vllm_medusa.calibration.ranks_file import (
     MISS,
     RANKS_FILE,
@@ -27,6 +26,7 @@ from vllm_medusa.calibration.ranks_file import (
 from vllm_medusa.calibration.record import Calibration, to_json, to_table
 from vllm_medusa.calibration.replay import tokens_per_step
 from vllm_medusa.calibration.schedule import choose_sizes, gains, to_schedule
+from vllm_medusa.machine import differences, these_versions, this_machine
 from vllm_medusa.stored_tree import read_stored_tree
 from vllm_medusa.tree import TokenTree, TreeError
 

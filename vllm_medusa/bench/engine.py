@@ -7,9 +7,6 @@ alive at once and each prompt goes to one after the other. An engine runs inside
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import sys
 import time
 import traceback
 import zlib
@@ -23,9 +20,9 @@ from vllm_medusa.bench.environment import compile_environment, log_file
 from vllm_medusa.bench.generation import Generation
 from vllm_medusa.bench.variants import Variant
 from vllm_medusa.calibration.live import set_tree_size
-from vllm_medusa.demo.load import LoadMeter
 from vllm_medusa.demo.prompts import Prompt
-from vllm_medusa.stage_process import engine_environment, environment_variables, tail
+from vllm_medusa.load import LoadMeter
+from vllm_medusa.stage_process import end_process, print_into, start_process, tail
 from vllm_medusa.training.answers import ChatTemplate
 
 
@@ -52,17 +49,15 @@ class Engine:
             RuntimeError: with the end of the engine's log, if it could not start.
         """
         self.log = log_file(self.variant.name)
-        self.connection, theirs = multiprocessing.Pipe()
-        # spawn: the environment must be right before the process loads its first library.
-        self.process = multiprocessing.get_context("spawn").Process(
-            target=engine_process,
-            args=(
-                theirs, str(self.log), self.model, self.variant, self.options, self.chat_template
-            ),
-        )  # fmt: skip
-        with environment_variables(engine_environment() | compile_environment()):
-            self.process.start()
-        theirs.close()
+        self.process, self.connection = start_process(
+            engine_process,
+            str(self.log),
+            self.model,
+            self.variant,
+            self.options,
+            self.chat_template,
+            environment=compile_environment(),
+        )
         self.receive()
 
     def generate(
@@ -106,13 +101,8 @@ class Engine:
 
     def stop(self) -> None:
         """End the process, if it was started."""
-        if not hasattr(self, "process"):
-            return
-        self.connection.close()
-        self.process.join(timeout=20)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
+        if hasattr(self, "process"):
+            end_process(self.process, self.connection)
 
 
 def engine_process(
@@ -124,9 +114,7 @@ def engine_process(
     chat_template: str | None,
 ) -> None:
     """The engine's process: build it, say so, answer until the pipe closes."""
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(output, sys.stdout.fileno())
-    os.dup2(output, sys.stderr.fileno())
+    print_into(log)
     try:
         from vllm import LLM
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from vllm_medusa.demo.paths import cache_folder
+from vllm_medusa.paths import cache_folder
 
 
 def compile_environment() -> dict[str, str]:

@@ -9,9 +9,7 @@ from typing import Any
 
 from vllm_medusa.bench.generation import decoding_speed
 from vllm_medusa.bench.rounds import Round
-
-# Of the colour-blind safe palette by Okabe and Ito.
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
+from vllm_medusa.picture import COLOURS, picture
 
 
 def draw(
@@ -22,37 +20,27 @@ def draw(
     In a panel: sets from left to right, a dot for every round, a line at each variant's median.
     Hollow dots are disturbed rounds.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     settings = list(dict.fromkeys((each.concurrency, each.temperature) for each in rounds))
     columns = min(3, len(settings))
     lines = -(-len(settings) // columns)
-    figure, axes = pyplot.subplots(
-        lines,
-        columns,
-        figsize=(max(7, 5 * columns), 1 + 3.5 * lines),
-        sharey=True,
-        squeeze=False,
-        layout="constrained",
-    )
-    for number, panel in enumerate(axes.flat):
-        if number >= len(settings):
-            panel.set_visible(False)
-            continue
-        concurrency, temperature = settings[number]
-        chosen = [r for r in rounds if (r.concurrency, r.temperature) == settings[number]]
-        draw_panel(panel, chosen, variants)
-        panel.set_title(f"{concurrency} at once, temperature {temperature:g}", fontsize="medium")
-    for panel in axes[:, 0]:
-        panel.set_ylabel(f"decoding speed / {variants[0]}")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    figure.suptitle(f"{title}\n{subtitle}")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    size = (max(7, 5 * columns), 1 + 3.5 * lines)
+    with picture(path, lines, columns, figsize=size, sharey=True) as axes:
+        for number, panel in enumerate(axes.flat):
+            if number >= len(settings):
+                panel.set_visible(False)
+                continue
+            concurrency, temperature = settings[number]
+            chosen = [r for r in rounds if (r.concurrency, r.temperature) == settings[number]]
+            draw_panel(panel, chosen, variants)
+            panel.set_title(
+                f"{concurrency} at once, temperature {temperature:g}", fontsize="medium"
+            )
+        for panel in axes[:, 0]:
+            panel.set_ylabel(f"decoding speed / {variants[0]}")
+        handles, labels = axes[0, 0].get_legend_handles_labels()
+        figure = axes[0, 0].figure
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+        figure.suptitle(f"{title}\n{subtitle}")
 
 
 def draw_panel(panel: Any, rounds: Sequence[Round], variants: Sequence[str]) -> None:
@@ -82,4 +70,3 @@ def draw_panel(panel: Any, rounds: Sequence[Round], variants: Sequence[str]) -> 
                 panel.hlines(statistics.median(known), left, left + width, colour, linewidth=2)
     panel.axhline(1, color="black", linewidth=0.8)
     panel.set_xticks(range(len(kinds)), kinds)
-    panel.spines[["top", "right"]].set_visible(False)

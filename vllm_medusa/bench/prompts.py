@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vllm_medusa.demo.paths import data_file
 from vllm_medusa.demo.prompts import HUMANEVAL, MTBENCH, Prompt, code_prompt, read_lines
+from vllm_medusa.paths import data_file
 from vllm_medusa.training.data import DataError, read_conversations
 
 SOURCES = {

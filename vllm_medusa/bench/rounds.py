@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm_medusa.bench.generation import Generation
 from vllm_medusa.demo.prompts import Prompt
+from vllm_medusa.whole_file import read_whole_lines
 
 # Cores kept busy by others, on average, from which on a round counts as disturbed.
 DISTURBED = 0.1
@@ -126,15 +127,12 @@ class RoundFile:
         """
         self.path = path
         self.rounds: list[Round] = []
-        content = path.read_bytes() if path.exists() else b""
-        # Without the end of a line that was being written when the benchmark was stopped.
-        complete = content[: content.rfind(b"\n") + 1]
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(complete)
-        if not complete:
+        lines = read_whole_lines(path)
+        if not lines:
             self._write(settings)
             return
-        first, *others = [json.loads(line) for line in complete.splitlines()]
+        first, *others = map(json.loads, lines)
         settings = json.loads(json.dumps(settings))
         changed = sorted(
             key for key in settings.keys() | first.keys() if settings.get(key) != first.get(key)

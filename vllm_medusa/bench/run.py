@@ -19,8 +19,8 @@ from vllm_medusa.bench.rounds import RoundFile, plan
 from vllm_medusa.bench.sizes import COUNTING_OPTIONS, Counts, count_tree_sizes
 from vllm_medusa.bench.summary import summarize
 from vllm_medusa.bench.variants import Variant, medusa
-from vllm_medusa.demo.machine import describe_machine
 from vllm_medusa.demo.prompts import Prompt
+from vllm_medusa.machine import describe_machine
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,11 @@ from typing import Any
 from vllm_medusa.bench.prompts import SOURCES, prompt_set
 from vllm_medusa.bench.report import markdown_table
 from vllm_medusa.bench.rounds import DISTURBED
-from vllm_medusa.demo.load import LoadMeter
-from vllm_medusa.demo.machine import describe_machine
 from vllm_medusa.demo.prompts import Prompt
 from vllm_medusa.demo.server import Server
+from vllm_medusa.load import LoadMeter
+from vllm_medusa.machine import describe_machine
+from vllm_medusa.picture import COLOURS, picture
 
 KINDS = ("chat", "code")
 NAMES = ("plain vLLM", "Medusa")
@@ -240,23 +241,15 @@ def page(levels: Sequence[Level], settings: dict[str, str], repetitions: int, re
 
 def draw(levels: Sequence[Level], path: Path) -> None:
     """The ratio by number of clients, with all repetitions, saved as PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     places = range(len(levels))
-    axes.plot(places, [level.ratio for level in levels], color="#0072b2", marker="o")
-    for place, level in zip(places, levels, strict=True):
-        axes.scatter([place] * len(level.ratios), level.ratios, s=12, color="#56b4e9")
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xticks(places, [str(level.clients) for level in levels])
-    axes.set_xlabel("clients at once")
-    axes.set_ylabel("throughput, Medusa / plain vLLM")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with picture(path, figsize=(7, 4)) as [[axes]]:
+        axes.plot(places, [level.ratio for level in levels], color=COLOURS[0], marker="o")
+        for place, level in zip(places, levels, strict=True):
+            axes.scatter([place] * len(level.ratios), level.ratios, s=12, color=COLOURS[4])
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_xticks(places, [str(level.clients) for level in levels])
+        axes.set_xlabel("clients at once")
+        axes.set_ylabel("throughput, Medusa / plain vLLM")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

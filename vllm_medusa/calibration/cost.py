@@ -18,7 +18,7 @@ from typing import Any
 from vllm_medusa.calibration.clock import StepClock
 from vllm_medusa.calibration.errors import CalibrationError
 from vllm_medusa.calibration.live import set_tree_size
-from vllm_medusa.demo.load import LoadMeter
+from vllm_medusa.load import LoadMeter
 
 SIZES = (0, 1, 2, 3, 4, 5, 6, 7, 9, 11, 15, 23, 31, 47, 63, 95, 127)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_medusa.calibration.cost import BatchCost, StepCost
+from vllm_medusa.whole_file import write_whole
 
 COSTS_FILE = "costs.json"
 
@@ -44,10 +45,3 @@ def read_costs(folder: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], 
             ]
             return content["engine"], costs
     return {}, []
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Write a file so that it never is there half."""
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)

@@ -8,7 +8,6 @@ fill in, so that the value never becomes a matter of two or three positions.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -79,21 +78,13 @@ def grow_tree(counts: Counts, num_heads: int, num_nodes: int, num_ranks: int) ->
     by_head = head_counts(counts, num_heads)
     usual = (by_head + JEFFREYS) / (by_head + JEFFREYS).sum(axis=1, keepdims=True)
     nothing = np.zeros(NUM_RANKS + 1, dtype=np.int64)
-    chosen: list[Prefix] = []
-    frontier: list[tuple[float, int, Prefix]] = []
 
-    def add_children(path: Prefix, value: float) -> None:
+    def chances(path: Prefix) -> Sequence[float]:
         depth = len(path)
         if depth == num_heads:
-            return
+            return []
         here = counts.get(path, nothing)
         chance = (here + PRIOR_POSITIONS * usual[depth]) / (here.sum() + PRIOR_POSITIONS)
-        for rank in range(min(num_ranks, NUM_RANKS)):
-            heapq.heappush(frontier, (-value * chance[rank], depth + 1, (*path, rank)))
+        return chance[: min(num_ranks, NUM_RANKS)].tolist()
 
-    add_children((), 1.0)
-    while frontier and len(chosen) < num_nodes:
-        value, _, path = heapq.heappop(frontier)
-        chosen.append(path)
-        add_children(path, -value)
-    return TokenTree.from_paths(chosen)
+    return TokenTree.grow_by(chances, num_nodes)

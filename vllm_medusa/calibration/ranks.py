@@ -11,12 +11,12 @@ from rich.console import Console
 
 from vllm_medusa.calibration.ranks_file import RankPaths
 from vllm_medusa.heads.checkpoint import load_heads
-from vllm_medusa.training.answers import AnswerOptions, read_answers
+from vllm_medusa.training.answers import AnswerOptions
 from vllm_medusa.training.data import read_conversations
 from vllm_medusa.training.evaluate import rank_paths
 from vllm_medusa.training.model import TargetMatrices, TrainableHeads
 from vllm_medusa.training.run import RunOptions, make_answers, make_states
-from vllm_medusa.training.states import FOLDER, load_states
+from vllm_medusa.training.states import STATES_FOLDER, load_states
 
 
 def measure_ranks(
@@ -57,10 +57,9 @@ def measure_ranks(
         answers=AnswerOptions(temperatures=(0.0,), max_answer_tokens=max_answer_tokens),
     )
     options.work.mkdir(parents=True, exist_ok=True)
-    make_answers(console, options, conversations[:max_prompts])
-    make_states(console, options)
-    answers = read_answers(options.work / "answers.jsonl")
-    states = load_states(options.work / FOLDER, answers)
+    answers = make_answers(console, options, conversations[:max_prompts])
+    make_states(console, options, len(answers))
+    states = load_states(options.work / STATES_FOLDER, answers)
     stored = load_heads(heads, dtype=torch.float32)
     trainable = TrainableHeads.from_weights(stored, TargetMatrices.read(model))
     items = [item for item in zip(states, answers, strict=True) if len(item[1].answer) > 1]

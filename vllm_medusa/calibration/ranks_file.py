@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_medusa.calibration.errors import CalibrationError
+from vllm_medusa.whole_file import whole_file
 
 RANKS_FILE = "medusa_ranks.safetensors"
 NUM_RANKS = 10
@@ -35,9 +36,8 @@ def save_ranks(folder: Path, paths: Sequence[NDArray[np.uint8]]) -> Path:
         "lengths": np.array([len(path) for path in paths], dtype=np.int64),
     }
     file = folder / RANKS_FILE
-    partial = file.with_suffix(".partial")
-    partial.write_bytes(save(tensors))
-    partial.replace(file)
+    with whole_file(file) as unfinished:
+        unfinished.write_bytes(save(tensors))
     return file
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import tempfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,20 +15,21 @@ from rich.console import Console
 
 from vllm_medusa.bench.environment import compile_environment
 from vllm_medusa.calibration.cost import BatchCost, CostOptions, measure_costs
-from vllm_medusa.calibration.cost_file import COSTS_FILE, read_costs, save_costs, write_whole
+from vllm_medusa.calibration.cost_file import COSTS_FILE, read_costs, save_costs
 from vllm_medusa.calibration.errors import CalibrationError
 from vllm_medusa.calibration.growth import accuracies, grow_tree, head_counts, rank_counts
-from vllm_medusa.calibration.machine import these_versions, this_machine
 from vllm_medusa.calibration.picture import draw
 from vllm_medusa.calibration.ranks_file import RANKS_FILE, RankPaths, check_ranks, read_ranks
 from vllm_medusa.calibration.record import Calibration, to_json, to_table
 from vllm_medusa.calibration.replay import tokens_per_step
 from vllm_medusa.calibration.schedule import MIN_GAIN
-from vllm_medusa.demo.paths import cache_folder
 from vllm_medusa.heads.checkpoint import HeadsInfo, check_against_target, inspect_heads
+from vllm_medusa.machine import these_versions, this_machine
+from vllm_medusa.paths import cache_folder
 from vllm_medusa.stage_process import run_stage
 from vllm_medusa.stored_tree import SCHEDULE
 from vllm_medusa.tree import TREE_FILE
+from vllm_medusa.whole_file import make_writable, write_whole
 
 PICTURE = Path(TREE_FILE).with_suffix(".png").name
 
@@ -136,9 +136,7 @@ def _prepare_output(info: HeadsInfo, options: CalibrateOptions) -> Path:
             "give a folder with --output"
         )
     try:
-        output.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output):
-            pass
+        make_writable(output)
     except OSError as error:
         advice = "give a folder with --output" if options.output is None else "give another folder"
         raise CalibrationError(f"{output} cannot be written ({error}): {advice}") from error

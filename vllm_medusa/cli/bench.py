@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_medusa.cli.errors import print_error
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -79,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             measure(console, args, bench)
     except (OSError, RuntimeError, ValueError) as error:
-        print(f"vllm-medusa bench: {error}", file=sys.stderr)
+        print_error("bench", error)
         return 1
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on with the finished rounds", file=sys.stderr)

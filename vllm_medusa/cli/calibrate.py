@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from vllm_medusa.cli.errors import print_error
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the sub-command."""
@@ -87,13 +89,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         calibrate(Console(), options)
     except (CalibrationError, DataError, HeadsError, OSError, StageError, TreeError) as error:
-        Console(stderr=True).print(
-            f"vllm-medusa calibrate: {error}",
-            style="red",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        print_error("calibrate", error)
         return 1
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped; the same command goes on where it was")

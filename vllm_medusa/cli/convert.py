@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from vllm_medusa.cli.errors import print_error
 from vllm_medusa.heads.convert import convert_heads
 from vllm_medusa.heads.formats import FORMATS, HeadsError
 
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
             dtype=getattr(torch, args.dtype) if args.dtype else None,
         )
     except HeadsError as error:
-        print(f"vllm-medusa convert: {error}", file=sys.stderr)
+        print_error("convert", error)
         return 1
     for warning in done.source.warnings:
         print(f"warning about {args.heads}: {warning}", file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from vllm_medusa.demo.paths import repository
+from vllm_medusa.paths import repository
 
 HEADS = "heads/smollm2-135m-instruct"
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vllm_medusa.cli.errors import print_error
 from vllm_medusa.heads.checkpoint import HeadsError, HeadsInfo, inspect_heads, non_finite_tensors
 from vllm_medusa.tree import TREE_FILE, TreeError, read_tree
 
@@ -28,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
         info = inspect_heads(args.heads, args.revision)
         errors = non_finite_tensors(args.heads, args.revision)
     except HeadsError as error:
-        print(f"vllm-medusa inspect: {error}", file=sys.stderr)
+        print_error("inspect", error)
         return 1
     tree, tree_errors = _tree(info)
     report = _report(info, tree, errors + tree_errors)

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from vllm_medusa.cli.errors import print_error
+
 # What --dry-run does: a few short answers, two steps, and everything that a real run writes.
 DRY_RUN = {"tokens": 256, "max_answer_tokens": 24, "max_steps": 2, "validation": 0.5}
 
@@ -103,13 +105,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         run_training(console, options_of(args))
     except (DataError, HeadsError, StageError, OSError, ValueError) as error:
-        Console(stderr=True).print(
-            f"vllm-medusa train: {error}",
-            style="red",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        print_error("train", error)
         return 1
     except KeyboardInterrupt:
         console.print("stopped; the same command goes on where it was")
@@ -217,9 +213,11 @@ def _from_file(args: argparse.Namespace) -> dict[str, Any]:
 def _precision(asked: str) -> str:
     import torch
 
+    from vllm_medusa.machine import instruction_sets
+
     if asked != "auto":
         return asked
     if torch.cuda.is_available():
         return "bf16" if torch.cuda.is_bf16_supported() else "no"
     # Without the matrix unit, bfloat16 products on a CPU are slower than float32 ones.
-    return "bf16" if torch.cpu._is_amx_tile_supported() else "no"
+    return "bf16" if "amx_tile" in instruction_sets() else "no"

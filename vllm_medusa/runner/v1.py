@@ -188,8 +188,8 @@ class MedusaCPUModelRunner(CPUModelRunner):
         ]
         repeating = self._lookup(requests, num_nodes)
         self._remember_trees(requests, repeating)
-        for index in requests:
-            drafts[index] = repeating.get(index, [])
+        for index, tokens in repeating.items():
+            drafts[index] = tokens
         requests = [index for index in requests if index not in repeating]
         if requests:
             assert self.last_rows is not None

@@ -11,7 +11,6 @@ earlier answers. What is in the file is never made again, so the stage can be ki
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -19,8 +18,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from vllm_medusa.training.data import Conversation, DataError, Message
+from vllm_medusa.whole_file import read_whole_lines, whole_file
 
-FILE = "answers.jsonl"
+ANSWERS_FILE = "answers.jsonl"
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,7 @@ def read_answers(path: Path) -> list[Answer]:
 
     A last line that was cut off while being written is removed from the file.
     """
-    if not path.exists():
-        return []
-    with path.open("r+b") as file:
-        content = file.read()
-        complete = content.rfind(b"\n") + 1
-        if complete < len(content):
-            file.truncate(complete)
-    answers = [Answer(**json.loads(line)) for line in content[:complete].splitlines()]
+    answers = [Answer(**json.loads(line)) for line in read_whole_lines(path)]
     return sorted(answers, key=lambda answer: (answer.line, answer.turn))
 
 
@@ -143,15 +136,13 @@ def store_given_answers(
     from transformers import AutoTokenizer
 
     template = ChatTemplate(AutoTokenizer.from_pretrained(model), template_text, model)
-    unfinished = path.with_suffix(".unfinished")
-    with unfinished.open("w", encoding="utf-8") as file:
+    with whole_file(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
         num_tokens = 0
         for answer in take_answers(conversations, template, options):
             if options.num_tokens is not None and num_tokens >= options.num_tokens:
                 break
             num_tokens += len(answer.answer)
             file.write(json.dumps(asdict(answer)) + "\n")
-    os.replace(unfinished, path)
 
 
 def generate_answers(

@@ -14,10 +14,11 @@ from vllm_medusa import __version__
 from vllm_medusa.calibration.ranks_file import RankPaths, save_ranks
 from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.heads.save import save_heads
-from vllm_medusa.training.answers import read_answers
+from vllm_medusa.picture import picture
+from vllm_medusa.training.answers import ANSWERS_FILE, read_answers
 from vllm_medusa.training.evaluate import accuracy_by_rank, expected_tokens, rank_paths
 from vllm_medusa.training.model import TargetMatrices, TrainableHeads
-from vllm_medusa.training.trainer import BEST, Split, load_heads_file, read_log
+from vllm_medusa.training.trainer import BEST, TRAINING_FOLDER, Split, load_heads_file, read_log
 
 if TYPE_CHECKING:
     from vllm_medusa.training.run import RunOptions
@@ -34,7 +35,7 @@ def write_heads(console: Console, options: RunOptions) -> Path:
     from transformers import AutoConfig
 
     target = TargetMatrices.read(options.model)
-    best = load_heads_file(options.work / "training" / BEST, options.heads, target)
+    best = load_heads_file(options.work / TRAINING_FOLDER / BEST, options.heads, target)
     name = Path(options.model).name if Path(options.model).exists() else options.model
     dtype = options.store_dtype
     if dtype == "auto":
@@ -96,13 +97,13 @@ def write_card(
     options: RunOptions, name: str, paths: RankPaths, num_ranks: int, num_answers: int
 ) -> str:
     """The model card."""
-    answers = read_answers(options.work / "answers.jsonl")
+    answers = read_answers(options.work / ANSWERS_FILE)
     tokens = sum(len(answer.answer) for answer in answers)
     prompts = len({answer.line for answer in answers})
     greedy = sum(answer.temperature == 0 for answer in answers) / len(answers)
     rates = expected_tokens(paths, SIZES, num_ranks)
     heads, training = options.heads, options.training
-    log = read_log(options.work / "training")
+    log = read_log(options.work / TRAINING_FOLDER)
     last = log[-1]["step"] if log else 0
     lm_head = "own LM heads" if heads.own_lm_heads else "the target's LM head"
     vocab = "the whole vocabulary"
@@ -160,20 +161,12 @@ def accuracy_table(paths: RankPaths) -> list[str]:
 
 def draw_accuracy(paths: Sequence[Any], file: Path) -> None:
     """The same as a picture."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    for head, shares in enumerate(accuracy_by_rank(list(paths)), start=1):
-        ranks = range(1, len(shares) + 1)
-        axes.plot(ranks, [100 * share for share in shares], marker="o", label=f"head {head}")
-    axes.set(
-        xlabel="among the head's first ... tokens", ylabel="right, %", ylim=(0, 100),
-        title="Held-out text",
-    )  # fmt: skip
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
+    with picture(file, figsize=(6, 4)) as [[axes]]:
+        for head, shares in enumerate(accuracy_by_rank(list(paths)), start=1):
+            ranks = range(1, len(shares) + 1)
+            axes.plot(ranks, [100 * share for share in shares], marker="o", label=f"head {head}")
+        axes.set(
+            xlabel="among the head's first ... tokens", ylabel="right, %", ylim=(0, 100),
+            title="Held-out text",
+        )  # fmt: skip
+        axes.legend(frameon=False)

@@ -19,7 +19,8 @@ from rich.console import Console
 
 from vllm_medusa.stage_process import run_stage
 from vllm_medusa.training.answers import (
-    FILE,
+    ANSWERS_FILE,
+    Answer,
     AnswerOptions,
     ChatTemplate,
     generate_answers,
@@ -30,8 +31,9 @@ from vllm_medusa.training.data import Conversation, DataError, read_conversation
 from vllm_medusa.training.model import HeadsSpec
 from vllm_medusa.training.output import write_heads
 from vllm_medusa.training.progress import stage_progress
-from vllm_medusa.training.states import FOLDER, compute_states, missing_shards
-from vllm_medusa.training.trainer import TrainOptions, train
+from vllm_medusa.training.states import STATES_FOLDER, compute_states, missing_shards
+from vllm_medusa.training.trainer import TRAINING_FOLDER, TrainOptions, train
+from vllm_medusa.whole_file import make_writable, write_whole
 
 SETTINGS = "settings.json"
 ANSWERS_DONE = "answers.done"
@@ -103,8 +105,8 @@ def run_training(console: Console, options: RunOptions) -> Path:
     prepare_folder(options.work, "--work")
     check_settings(console, options)
 
-    make_answers(console, options, conversations)
-    make_states(console, options)
+    answers = make_answers(console, options, conversations)
+    make_states(console, options, len(answers))
     with stage_progress(console, "training", "steps") as progress:
         train_heads(options, lambda record: _show(console, progress, record))
     return write_heads(console, options)
@@ -112,9 +114,9 @@ def run_training(console: Console, options: RunOptions) -> Path:
 
 def make_answers(
     console: Console, options: RunOptions, conversations: Sequence[Conversation]
-) -> None:
-    """The first stage; what is there already is not made again."""
-    file, done = options.work / FILE, options.work / ANSWERS_DONE
+) -> list[Answer]:
+    """The first stage; what is there already is not made again. Returns all answers."""
+    file, done = options.work / ANSWERS_FILE, options.work / ANSWERS_DONE
     if not done.exists():
         with stage_progress(console, "answers", "tokens") as progress:
             if options.answers.regenerate:
@@ -137,6 +139,7 @@ def make_answers(
         )
     num_tokens = sum(len(answer.answer) for answer in answers)
     console.print(f"{len(answers)} answers, {num_tokens} tokens", highlight=False)
+    return answers
 
 
 def answer_stage(
@@ -149,24 +152,24 @@ def answer_stage(
         engine_options(options),
         conversations,
         options.chat_template,
-        options.work / FILE,
+        options.work / ANSWERS_FILE,
         options.answers,
         log=options.work / "answers.log",
         environment={"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "4")},
     )
 
 
-def make_states(console: Console, options: RunOptions) -> None:
+def make_states(console: Console, options: RunOptions, num_answers: int) -> None:
     """The second stage; shards that are there are not made again."""
-    if not missing_shards(options.work / FOLDER, len(read_answers(options.work / FILE))):
+    if not missing_shards(options.work / STATES_FOLDER, num_answers):
         return
     with stage_progress(console, "hidden states", "shards") as progress:
         stage = run_stage(
             compute_states,
             options.model,
             options.dtype,
-            options.work / FILE,
-            options.work / FOLDER,
+            options.work / ANSWERS_FILE,
+            options.work / STATES_FOLDER,
             log=options.work / "states.log",
             environment=KEEP_MEMORY,
         )
@@ -227,10 +230,7 @@ def check_model(options: RunOptions) -> None:
 def prepare_folder(folder: Path, option: str) -> None:
     """Make a folder and see that it can be written, before hours are spent on what goes there."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".write-probe"
-        probe.touch()
-        probe.unlink()
+        make_writable(folder)
     except OSError as error:
         raise DataError(f"cannot write into {folder} ({option}): {error.strerror}") from error
 
@@ -260,9 +260,7 @@ def check_settings(console: Console, options: RunOptions) -> None:
                 )
             kept = _keep_old_training(options.work)
             console.print(f"training anew; what was trained before is in {kept}", soft_wrap=True)
-    unfinished = file.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(wanted, indent=1) + "\n")
-    os.replace(unfinished, file)
+    write_whole(file, json.dumps(wanted, indent=1) + "\n")
 
 
 def _differences(stored: dict[str, Any], wanted: dict[str, Any]) -> str:
@@ -275,10 +273,10 @@ def _differences(stored: dict[str, Any], wanted: dict[str, Any]) -> str:
 
 def _keep_old_training(work: Path) -> Path:
     number = 1
-    while (kept := work / f"training-{number}").exists():
+    while (kept := work / f"{TRAINING_FOLDER}-{number}").exists():
         number += 1
-    if (work / "training").exists():
-        os.replace(work / "training", kept)
+    if (work / TRAINING_FOLDER).exists():
+        os.replace(work / TRAINING_FOLDER, kept)
     return kept
 
 

@@ -7,7 +7,6 @@ it is complete, so the stage can be killed at any moment.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from vllm_medusa.training.answers import Answer, read_answers
+from vllm_medusa.whole_file import whole_file
 
-FOLDER = "states"
+STATES_FOLDER = "states"
 ANSWERS_PER_SHARD = 256
 # Padded tokens of one forward pass.
 BATCH_TOKENS = 4096
@@ -107,16 +107,14 @@ def check_states(target: Any, answer: Answer, model: str) -> None:
 
 def save_shard(path: Path, states: torch.Tensor) -> None:
     """Write a shard under its name once it is complete."""
-    unfinished = path.with_suffix(".unfinished")
     try:
-        save_file({"states": states.contiguous()}, unfinished)
+        with whole_file(path) as unfinished:
+            save_file({"states": states.contiguous()}, unfinished)
     except (OSError, SafetensorError) as error:
-        unfinished.unlink(missing_ok=True)
         raise OSError(
             f"cannot write {path} ({error}): make room and run the same command again; all that "
             "was finished before is kept"
         ) from error
-    os.replace(unfinished, path)
 
 
 def load_states(folder: Path, answers: Sequence[Answer]) -> list[torch.Tensor]:

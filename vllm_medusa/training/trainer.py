@@ -21,15 +21,17 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 
 from vllm_medusa.heads.checkpoint import load_heads
-from vllm_medusa.training.answers import Answer, read_answers
+from vllm_medusa.training.answers import ANSWERS_FILE, Answer, read_answers
 from vllm_medusa.training.batches import Batch, is_held_out, make_batch
 from vllm_medusa.training.data import DataError
 from vllm_medusa.training.evaluate import accuracy_by_rank, expected_tokens, rank_paths
 from vllm_medusa.training.loss import head_loss
 from vllm_medusa.training.memory import advise_on_memory
 from vllm_medusa.training.model import HeadsSpec, TargetMatrices, TrainableHeads
-from vllm_medusa.training.states import load_states
+from vllm_medusa.training.states import STATES_FOLDER, load_states
+from vllm_medusa.whole_file import whole_file, write_whole
 
+TRAINING_FOLDER = "training"
 BEST = "best.safetensors"
 LOG = "log.jsonl"
 SCORED_NODES = 15
@@ -89,8 +91,8 @@ class Split:
         Raises:
             DataError: too few of them for a split.
         """
-        answers = read_answers(work / "answers.jsonl")
-        items = zip(load_states(work / "states", answers), answers, strict=True)
+        answers = read_answers(work / ANSWERS_FILE)
+        items = zip(load_states(work / STATES_FOLDER, answers), answers, strict=True)
         # A token to guess is the least that an answer must have behind its first.
         usable = [item for item in items if len(item[1].answer) > 1]
         held_out = [is_held_out(answer, options.validation) for _, answer in usable]
@@ -121,8 +123,7 @@ def frequent_tokens(
 def embedding_scale(items: Sequence[Item], target: TargetMatrices) -> float:
     """What brings embeddings to the size of states (root mean square)."""
     some = torch.cat([states.float() for states, _ in items[:64]])
-    size_of = (float(x.square().mean().sqrt()) for x in (some, target.embeddings))
-    states, embeddings = size_of
+    states, embeddings = (float(x.square().mean().sqrt()) for x in (some, target.embeddings))
     return states / embeddings if embeddings else 1.0
 
 
@@ -137,7 +138,7 @@ def train(report: Any, model: str, work: Path, spec: HeadsSpec, options: TrainOp
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.utils import set_seed
 
-    folder = work / "training"
+    folder = work / TRAINING_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     set_seed(options.seed)
     accelerator = Accelerator(
@@ -172,32 +173,32 @@ def train(report: Any, model: str, work: Path, spec: HeadsSpec, options: TrainOp
     progress = Checkpoints(accelerator, folder, schedule)
     dtype = torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32
     step = progress.resume()
+    plain = accelerator.unwrap_model(heads)  # what accelerate has perhaps wrapped
     while step < steps:
         for batch in epoch_from(accelerator, loader, step, steps_per_epoch):
             with advise_on_memory("--batch-answers", options.batch_answers):
                 head_states = heads(batch.states, batch.paths)
-                plain = accelerator.unwrap_model(heads)
                 loss = head_loss(
                     plain, head_states, batch.states, batch.labels, options.distill, dtype
                 )
-            if not math.isfinite(loss.item()):
-                raise LossError(
-                    f"the loss is {loss.item()} at step {step + 1} of {steps}: the heads of the "
-                    f"best checkpoint before it are in {folder / BEST}; try a smaller "
-                    f"--learning-rate than {options.learning_rate}, or look at the data"
-                )
-            with advise_on_memory("--batch-answers", options.batch_answers):
+                value = loss.item()
+                if not math.isfinite(value):
+                    raise LossError(
+                        f"the loss is {value} at step {step + 1} of {steps}: the heads of the best "
+                        f"checkpoint before it are in {folder / BEST}; try a smaller "
+                        f"--learning-rate than {options.learning_rate}, or look at the data"
+                    )
                 accelerator.backward(loss)
             accelerator.clip_grad_norm_(heads.parameters(), options.max_grad_norm)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
             step += 1
-            report({"step": step, "steps": steps, "loss": loss.item()})
+            report({"step": step, "steps": steps, "loss": value})
             if step % steps_per_epoch == 0 or step == steps:
-                record = validate(accelerator.unwrap_model(heads), split.validation, options)
-                progress.keep_best(accelerator.unwrap_model(heads), step, record)
-                report({"step": step, "steps": steps, "loss": loss.item(), **record})
+                record = validate(plain, split.validation, options)
+                progress.keep_best(plain, step, record)
+                report({"step": step, "steps": steps, "loss": value, **record})
             if step % options.save_every == 0 or step == steps:
                 progress.save(step)
             if step == steps:
@@ -287,9 +288,7 @@ class Checkpoints:
         self._write_log([*log, {"step": step, **record}])
 
     def _write_log(self, lines: Sequence[dict[str, Any]]) -> None:
-        unfinished = self.folder / f"{LOG}.unfinished"
-        unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        os.replace(unfinished, self.folder / LOG)
+        write_whole(self.folder / LOG, "".join(json.dumps(line) + "\n" for line in lines))
 
     def _saved(self) -> list[Path]:
         saved = [path for path in self.folder.glob("step-*") if path.is_dir()]
@@ -308,9 +307,8 @@ def save_heads_file(heads: TrainableHeads, file: Path) -> None:
     tensors["embedding_scale"] = torch.tensor(heads.embedding_scale, dtype=torch.float64)
     if heads.token_map is not None:
         tensors["token_map"] = heads.token_map
-    unfinished = file.with_suffix(".unfinished")
-    save_file(tensors, unfinished)
-    os.replace(unfinished, file)
+    with whole_file(file) as unfinished:
+        save_file(tensors, unfinished)
 
 
 def load_heads_file(file: Path, spec: HeadsSpec, target: TargetMatrices) -> TrainableHeads:

@@ -1,4 +1,4 @@
-"""Where the demo keeps what it makes."""
+"""Where the commands keep what they make, and where packages keep their data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 def repository() -> Path | None:
     """The checkout this package runs from, None if it was installed as a wheel."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[1]
     return root if (root / "pyproject.toml").exists() else None
 
 
