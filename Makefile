@@ -26,8 +26,13 @@ demo: setup ## serve SmolLM2-135M-Instruct with Medusa, chat, measure it beside 
 .PHONY: results
 results: setup ## measure again what the README and docs/ show (machine otherwise idle)
 	@$(DEMO) --no-serve --output docs $(ARGS)
+	@$(MAKE) load steps
 	@$(PYTHON_VENV) ci/update_readme.py
-	@$(MAKE) steps
+
+.PHONY: load
+load: setup ## measure throughput through servers with 1 to 64 clients, into docs/load.md
+	@$(CPU_ENV) && $(PYTHON_VENV) -m vllm_medusa.bench.server_load \
+		"$$($(PYTHON_VENV) -m vllm_medusa.demo.model)" "$(HEADS)" --dtype float32 --output docs
 
 .PHONY: steps
 steps: setup ## measure what a step costs by tree size, into docs/steps.md

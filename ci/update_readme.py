@@ -1,4 +1,4 @@
-"""Copy the measured table from docs/results.md into the README, between its two marks.
+"""Copy the measured tables from docs/ into the README, each between its two marks.
 
 python ci/update_readme.py [--check]
 """
@@ -8,14 +8,16 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-BEGIN, END = "<!-- results: written by `make results`, do not edit -->", "<!-- /results -->"
+TABLES = ("results", "load")  # docs/NAME.md
 
 
-def with_results(readme: str, results: str) -> str:
-    """The README with the first table of the results and the machine it was measured on."""
-    head, _, rest = readme.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    lines = results.splitlines()
+def with_table(readme: str, name: str, page: str) -> str:
+    """The README with the first table of a page and the machine it was measured on."""
+    begin = f"<!-- {name}: written by `make results`, do not edit -->"
+    end = f"<!-- /{name} -->"
+    head, _, rest = readme.partition(begin)
+    _, _, tail = rest.partition(end)
+    lines = page.splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("|"))
     stop = lines.index("", start)
     facts = dict(
@@ -24,7 +26,7 @@ def with_results(readme: str, results: str) -> str:
         if line.startswith("| ") and line.count("|") == 3
     )
     machine = f"Measured on {facts['CPU']}, {facts['Cores used']} cores, {facts['Date']}."
-    return f"{head}{BEGIN}\n" + "\n".join(lines[start:stop]) + f"\n\n{machine}\n{END}{tail}"
+    return f"{head}{begin}\n" + "\n".join(lines[start:stop]) + f"\n\n{machine}\n{end}{tail}"
 
 
 def main() -> int:
@@ -32,7 +34,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="1 if the README is not up to date")
     args = parser.parse_args()
     readme = ROOT / "README.md"
-    updated = with_results(readme.read_text(), (ROOT / "docs" / "results.md").read_text())
+    updated = readme.read_text()
+    for name in TABLES:
+        updated = with_table(updated, name, (ROOT / "docs" / f"{name}.md").read_text())
     if args.check:
         return int(updated != readme.read_text())
     readme.write_text(updated)
