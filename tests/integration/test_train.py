@@ -123,6 +123,11 @@ def test_a_run_that_was_killed_ends_with_the_same_heads(
     second = load_heads(output)
     assert torch.equal(first.block_weight, second.block_weight)
     assert all(map(torch.equal, first.path_weight, second.path_weight))
+    # The best heads may be those of the first epoch: the later ones must be the same too.
+    undisturbed = trained.with_name("heads.work")
+    logs = [(folder / "training" / "log.jsonl").read_text() for folder in (work, undisturbed)]
+    assert logs[0] == logs[1]
+    assert logs[0].count("\n") == 3
 
 
 @pytest.mark.parametrize("options", [["--head-type", "plain", "--layers", "2"], ["--own-lm-heads"]])
