@@ -9,25 +9,26 @@ import torch
 from tests.integration.generation import (
     SMALL_BUSHY,
     TREES,
+    bank_of,
     continuations,
     endings,
+    fewer,
     generate,
     make_prompts,
     medusa,
-    runner_of,
     sampling_params,
     tokens,
 )
 from tests.integration.oracle import Oracle, oracle_drafts
 from tests.integration.tiny import VOCAB
 from tests.integration.watch import watching
+from vllm_medusa.attention.backends import CPUSlotMover
 from vllm_medusa.bank import TreeBank
-from vllm_medusa.runner import v1
 from vllm_medusa.support import TESTED_ARCHITECTURES
 from vllm_medusa.tree import MAX_NODES, TokenTree
 
 DEPTH = max(map(len, SMALL_BUSHY))
-LENGTH = 60
+LENGTH = fewer(60)
 
 
 @pytest.fixture(scope="module")
@@ -341,17 +342,18 @@ def test_bfloat16(tree_engine, models, plain_engine, prompts):
 
 
 def break_compaction(llm, patch):
-    patch.setattr(v1, "move_slots", lambda *args: None)
+    patch.setattr(CPUSlotMover, "move", lambda *args: None)
 
 
 def break_positions(llm, patch):
-    patch.setattr(v1.MedusaCPUModelRunner, "_set_depth_positions", lambda *args: None)
+    bank = bank_of(llm)
+    patch.setattr(bank, "depth_offset", torch.zeros_like(bank.depth_offset))
 
 
 def break_mask(llm, patch):
     # A chain's mask is the causal one: every row sees all rows before it.
     chain = TreeBank([TokenTree.chain(MAX_NODES)])
-    patch.setattr(runner_of(llm).bank, "ancestors", chain.ancestors)
+    patch.setattr(bank_of(llm), "ancestors", chain.ancestors)
 
 
 @pytest.mark.parametrize("fault", [break_compaction, break_positions, break_mask])
