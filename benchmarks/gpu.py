@@ -1,16 +1,16 @@
 """What trees cost and give on a GPU, with models made on the spot: nothing is downloaded.
 
-Two targets with random weights: one of a Llama 1B's shape and one with the layers of a Llama 7B, but
-fewer of them. An oracle in the heads' place drafts what the target will say, so that every step
+Two targets with random weights: one of a Llama 1B's shape and one with the layers of a Llama 7B,
+but fewer of them. An oracle in the heads' place drafts what the target will say, so that every step
 accepts a whole path. Per context length: the time of a decoding step without speculation, with a
 chain and with a tree, each with and without CUDA graphs; then the kernels by themselves: attention
 over trees beside FlashAttention over as many causal rows, the walk, and compaction.
 
-    python benchmarks/gpu.py --output gpu-results        # under 8 minutes on one GPU
-    python benchmarks/gpu.py --toy                       # the same code, tiny, in Triton's interpreter
+    python benchmarks/gpu.py --output gpu-results   # under 8 minutes on one GPU
+    python benchmarks/gpu.py --toy                  # the same code, tiny, in Triton's interpreter
 
-Every engine runs in a process of its own; finished parts are kept in OUTPUT/gpu.json, and a run that
-was stopped goes on there.
+Every engine runs in a process of its own; finished parts are kept in OUTPUT/gpu.json, and a run
+that was stopped goes on there.
 """
 
 from __future__ import annotations
@@ -251,8 +251,8 @@ def measure_kernels(part: dict[str, Any], toy: bool) -> dict[str, Any]:
     nodes = 15 if toy else NODES
     rows, block_size = nodes + 1, 16
     bank = TreeBank([default_tree(DEPTH, nodes)], device)
-    found: dict[str, Any] = {}
-    for context in TOY_CONTEXTS if toy else CONTEXTS:
+
+    def times(context: int) -> dict[str, float]:
         blocks = (context + rows) // block_size + 1
         caches = [
             torch.randn(blocks, kv_heads, block_size, 2 * head_size, device=device).to(dtype)
@@ -286,10 +286,10 @@ def measure_kernels(part: dict[str, Any], toy: bool) -> dict[str, Any]:
         }
         if not toy:
             calls["FlashAttention, causal"] = flash_attention(query, caches[0], batch)
-        found[str(context)] = {
-            name: microseconds(call, device, 1 if toy else 50) for name, call in calls.items()
-        }
-    return found
+        repetitions = 1 if toy else 50
+        return {name: microseconds(call, device, repetitions) for name, call in calls.items()}
+
+    return {str(context): times(context) for context in (TOY_CONTEXTS if toy else CONTEXTS)}
 
 
 def flash_attention(query: Any, kv_cache: Any, batch: Any) -> Any:

@@ -40,8 +40,8 @@ def test_equals_the_plain_walk(seed):
     )
 
     padded = torch.full((len(tree_of), int(num_nodes.max())), -1)
-    for index, (first, size) in enumerate(zip(first_rows.tolist(), num_nodes.tolist())):
-        padded[index, :size] = drafts[first + 1 : first + 1 + size]
+    for row, first, size in zip(padded, first_rows.tolist(), num_nodes.tolist(), strict=True):
+        row[:size] = drafts[first + 1 : first + 1 + size]
     expected = walk(
         lambda rows, active, step: drawn[first_rows + rows],
         padded,

@@ -52,7 +52,7 @@ def test_equals_single_moves(head_size, dtype, heads_first):
     source, target = accepted_moves(paths, slots, first_rows)
     assert len(source) == 4
     for cache in expected:
-        for here, there in zip(source.tolist(), target.tolist()):
+        for here, there in zip(source.tolist(), target.tolist(), strict=True):
             cache[there // BLOCK_SIZE, :, there % BLOCK_SIZE] = cache[
                 here // BLOCK_SIZE, :, here % BLOCK_SIZE
             ].clone()

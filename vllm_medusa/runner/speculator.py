@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.logger import init_logger
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
@@ -14,6 +15,17 @@ from vllm_medusa.drafter import MedusaDrafter
 
 if TYPE_CHECKING:
     from vllm_medusa.runner.model_state import TreeModelState
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+def build_speculator(
+    vllm_config: VllmConfig, device: torch.device, req_states: Any
+) -> "MedusaSpeculator":
+    """In the place of vLLM's ``init_speculator``."""
+    if vllm_config.speculative_config.lookup:  # type: ignore[union-attr]
+        logger.info_once("Medusa: the V2 model runner drafts with the heads only, without lookup.")
+    return MedusaSpeculator(vllm_config, device)
 
 
 class MedusaSpeculator(BaseSpeculator):

@@ -22,16 +22,14 @@ from vllm_medusa.attention.backends import (
     tree_attention,
 )
 from vllm_medusa.runner.model_state import build_model_state
-from vllm_medusa.runner.speculator import MedusaSpeculator
+from vllm_medusa.runner.speculator import build_speculator
 
 
 class TreeModelRunner(model_runner.GPUModelRunner):
     """vLLM's runner with token trees; on CPUs mixed into its subclass for them."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        with _in_place_of(
-            "init_speculator", lambda config, device, _: MedusaSpeculator(config, device)
-        ):
+        with _in_place_of("init_speculator", build_speculator):
             super().__init__(vllm_config, device)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
