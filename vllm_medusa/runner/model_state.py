@@ -56,7 +56,7 @@ class TreeModelState(ModelState):
         self, vllm_config: VllmConfig, model: nn.Module, encoder_cache: Any, device: torch.device
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
-        tree: TokenTree = vllm_config.speculative_config.token_tree  # type: ignore[union-attr]
+        tree: TokenTree = vllm_config.speculative_config.token_tree
         size = self.max_num_reqs
         self.bank = TreeBank([tree], device)
         self.num_steps = tree.depth + 1
@@ -102,7 +102,7 @@ class TreeModelState(ModelState):
             for group in groups:
                 for builder in group.metadata_builders:
                     builder.set_trees(tree_index, self.bank.ancestors)
-        return super().prepare_attn(  # type: ignore[safe-super]
+        return super().prepare_attn(
             input_batch,
             cudagraph_mode,
             block_tables,
@@ -142,7 +142,7 @@ class TreeModelState(ModelState):
             trees = self.tree_of[input_batch.expanded_idx_mapping]
             offsets = self.bank.depth_offset[trees, input_batch.expanded_local_pos.long()]
             input_batch.positions.index_add_(0, input_batch.logits_indices, offsets)
-        return super().prepare_inputs(input_batch, req_states)  # type: ignore[safe-super]
+        return super().prepare_inputs(input_batch, req_states)
 
     # -- acceptance and compaction -----------------------------------------------------------------
 

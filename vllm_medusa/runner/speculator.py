@@ -23,7 +23,7 @@ def build_speculator(
     vllm_config: VllmConfig, device: torch.device, req_states: Any
 ) -> "MedusaSpeculator":
     """In the place of vLLM's ``init_speculator``."""
-    if vllm_config.speculative_config.lookup:  # type: ignore[union-attr]
+    if vllm_config.speculative_config.lookup:
         logger.info_once("Medusa: the V2 model runner drafts with the heads only, without lookup.")
     return MedusaSpeculator(vllm_config, device)
 

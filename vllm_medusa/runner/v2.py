@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.logger import init_logger
 from vllm.v1.worker.gpu import model_runner
 
 from vllm_medusa.attention.backends import (
@@ -23,6 +25,8 @@ from vllm_medusa.attention.backends import (
 )
 from vllm_medusa.runner.model_state import build_model_state
 from vllm_medusa.runner.speculator import build_speculator
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 class TreeModelRunner(model_runner.GPUModelRunner):
@@ -49,6 +53,21 @@ class TreeModelRunner(model_runner.GPUModelRunner):
         check_one_group(kv_cache_config)
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         self.model_state.mover = slot_mover(self.attn_groups, self.kv_caches)
+        if not self.model_config.enforce_eager:
+            self._log_graphs()
+
+    def _log_graphs(self) -> None:
+        mode = self.cudagraph_manager.cudagraph_mode
+        if mode.separate_routine() and mode.decode_mode() == CUDAGraphMode.FULL:
+            schedule = self.speculative_config.num_speculative_tokens_per_batch_size
+            rows = sorted({1 + nodes for _, _, nodes in schedule})
+            logger.info_once(
+                "Medusa: batches of trees alone run in full CUDA graphs (%s rows per request), "
+                "batches with prompts in %s ones.",
+                " or ".join(map(str, rows)), mode.mixed_mode().name.lower(),
+            )  # fmt: skip
+        else:
+            logger.info_once("Medusa: trees run in CUDA graphs of mode %s.", mode.name)
 
 
 @contextmanager

@@ -4,6 +4,7 @@
 from vllm.v1.worker import cpu_worker  # isort: skip
 
 import importlib
+from typing import Any
 
 
 class MedusaCPUWorker(cpu_worker.CPUWorker):
@@ -11,12 +12,18 @@ class MedusaCPUWorker(cpu_worker.CPUWorker):
 
     def init_device(self) -> None:
         # Only the one that is used can be imported: V2 needs Triton.
+        module: Any
+        ours: type
         if self.use_v2_model_runner:
             module = importlib.import_module("vllm.v1.worker.cpu.model_runner")
-            from vllm_medusa.runner.v2_cpu import MedusaCPUModelRunnerV2 as ours
+            from vllm_medusa.runner.v2_cpu import MedusaCPUModelRunnerV2
+
+            ours = MedusaCPUModelRunnerV2
         else:
             module = cpu_worker
-            from vllm_medusa.runner.v1 import MedusaCPUModelRunner as ours  # type: ignore[assignment]
+            from vllm_medusa.runner.v1 import MedusaCPUModelRunner
+
+            ours = MedusaCPUModelRunner
         stock = module.CPUModelRunner
         module.CPUModelRunner = ours
         try:
