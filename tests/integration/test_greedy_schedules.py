@@ -207,7 +207,7 @@ def test_staggered_arrivals_and_aborts(tree_engine, models, reference, prompts):
         said = step_through(llm, arrivals, aborted)
     gone = {name for step in aborted.values() for name in step}
     for name, text in zip(names, expected, strict=True):
-        found = said[name]
+        found = said.get(name, [])  # aborted before it said anything
         assert found == text[: len(found)]
         assert (len(found) < LENGTH) == (name in gone)
     assert watch.met("chunk", "tree")
@@ -261,7 +261,7 @@ def test_max_model_len(tree_engine, models, reference):
 def test_stop_token(tree_engine, models, reference, prompts):
     whole = tokens(reference(models(), prompts, max_tokens=LENGTH))
     each = [
-        {"stop_token_ids": [text[number + 2], text[number + 20]]}
+        {"stop_token_ids": [text[number + 2], text[(number + 20) % LENGTH]]}
         for number, text in enumerate(whole)
     ]
     expected = reference(models(), prompts, each, max_tokens=LENGTH)
