@@ -65,6 +65,8 @@ serve: setup ## serve the demo's model with Medusa on PORT (8000) until Ctrl-C
 .PHONY: test
 test: setup ## run the tests
 	@$(CPU_ENV) && $(PYTHON_VENV) -m pytest tests/unit tests/integration tests/e2e $(ARGS)
+	@# In a process of their own, see tests/triton_interpreter.py. 5: ARGS select none of them.
+	@$(CPU_ENV) && { $(PYTHON_VENV) -m pytest tests/unit_triton $(ARGS) || [ $$? = 5 ]; }
 
 .PHONY: lint
 lint: setup ## ruff and mypy

@@ -29,6 +29,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm_medusa.acceptance import NO_TOKEN, AcceptedPaths, walk
 from vllm_medusa.attention.cpu import TreeCPUAttentionMetadataBuilder, tree_attention_backend
 from vllm_medusa.attention.kernels import load_library, move_slots
+from vllm_medusa.attention.layers import check_attention_layers
 from vllm_medusa.bank import TreeBank
 from vllm_medusa.compaction import accepted_moves
 from vllm_medusa.drafter import MedusaDrafter
@@ -381,26 +382,3 @@ def _pad_drafts(draft_tokens: torch.Tensor, num_nodes: torch.Tensor) -> torch.Te
     padded = torch.full((num_nodes.shape[0], columns.shape[0]), NO_TOKEN)
     padded[columns < num_nodes[:, None]] = draft_tokens.long()
     return padded
-
-
-def check_attention_layers(layers: dict[str, Any]) -> None:
-    """Refuse attention that the tree kernel does not compute, layer by layer as vLLM built them."""
-    from vllm.model_executor.layers.attention import Attention
-    from vllm.v1.attention.backend import AttentionType
-
-    for name, layer in layers.items():
-        impl: Any = getattr(layer, "impl", None)
-        if not isinstance(layer, Attention):
-            raise ValueError(f"medusa cannot serve layer {name} of type {type(layer).__name__}")
-        found = {
-            "sliding window": impl.sliding_window != -1,
-            "logit soft cap": bool(impl.logits_soft_cap),
-            "ALiBi": impl.alibi_slopes is not None,
-            "attention sinks": impl.sinks is not None,
-            "a quantised KV cache": impl.is_fp8_kv_cache,
-            f"attention type {impl.attn_type}": impl.attn_type != AttentionType.DECODER,
-            "a KV cache shared between layers": impl.kv_sharing_target_layer_name is not None,
-        }
-        for feature, is_there in found.items():
-            if is_there:
-                raise ValueError(f"medusa cannot serve {feature} (layer {name})")
