@@ -65,6 +65,18 @@ serve: setup ## serve the demo's model with Medusa on PORT (8000) until Ctrl-C
 .PHONY: test
 test: setup ## run the tests
 	@$(CPU_ENV) && $(PYTHON_VENV) -m pytest tests/unit tests/integration tests/e2e $(ARGS)
+	@$(MAKE) test-v2
+
+# Triton's interpreter changes what vLLM does all over a process (tests/triton_interpreter.py), so
+# these run in processes of their own. 5: ARGS select none of them.
+V2_TESTS := tests/integration/test_greedy.py tests/integration/test_greedy_schedules.py \
+	tests/integration/test_kv_cache.py tests/integration/test_sampled.py
+
+.PHONY: test-v2
+test-v2: setup ## run the tests of GPU kernels and of vLLM's V2 runner, in Triton's interpreter
+	@$(CPU_ENV) && { $(PYTHON_VENV) -m pytest tests/unit_triton $(ARGS) || [ $$? = 5 ]; }
+	@$(CPU_ENV) && { VLLM_USE_V2_MODEL_RUNNER=1 $(PYTHON_VENV) -m pytest $(V2_TESTS) $(ARGS) || \
+		[ $$? = 5 ]; }
 
 .PHONY: lint
 lint: setup ## ruff and mypy

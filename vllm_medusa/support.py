@@ -8,6 +8,8 @@ from vllm.config import VllmConfig
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.executor.abstract import Executor
 
+from vllm_medusa.attention.gpu import choose_attention
+
 # Architectures whose greedy output with trees is compared with that without in
 # tests/integration/test_greedy.py.
 TESTED_ARCHITECTURES = (
@@ -70,6 +72,10 @@ def _platform_problems(config: VllmConfig) -> Iterator[str]:
     if current_platform.is_cuda():
         if not config.use_v2_model_runner:
             yield "the V1 model runner on a GPU: unset VLLM_USE_V2_MODEL_RUNNER, the default is V2"
+        try:
+            choose_attention(config)
+        except ValueError as error:
+            yield str(error)
         return
     if not current_platform.is_cpu():
         yield f"platform {current_platform.device_name}: use an NVIDIA GPU or an x86 CPU"

@@ -17,12 +17,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu import model_runner
 
-from vllm_medusa.attention.backends import (
-    check_attention_layers,
-    check_one_group,
-    slot_mover,
-    tree_attention,
-)
+from vllm_medusa.attention.backends import slot_mover, tree_attention
+from vllm_medusa.attention.layers import check_attention_layers, check_one_group
 from vllm_medusa.runner.model_state import build_model_state
 from vllm_medusa.runner.speculator import build_speculator
 

@@ -4,10 +4,6 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.integration.tiny import make_heads, make_model
-from tests.triton_interpreter import ENABLED
-
-if not ENABLED:
-    pytest.skip("needs VLLM_USE_V2_MODEL_RUNNER=1 (make test-v2)", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
