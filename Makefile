@@ -13,7 +13,7 @@ ARGS ?=
 .PHONY: help
 help: ## list the targets
 	@echo "Targets (the first that needs .venv makes it):"
-	@sed -n 's/^\([a-z]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 .PHONY: setup
 setup: ## make .venv and install everything into it
@@ -70,7 +70,8 @@ test: setup ## run the tests
 # Triton's interpreter changes what vLLM does all over a process (tests/triton_interpreter.py), so
 # these run in processes of their own. 5: ARGS select none of them.
 V2_TESTS := tests/integration/test_greedy.py tests/integration/test_greedy_schedules.py \
-	tests/integration/test_kv_cache.py tests/integration/test_sampled.py
+	tests/integration/test_kv_cache.py tests/integration/test_sampled.py \
+	tests/integration/test_v2_runner.py tests/integration/test_triton_attention.py
 
 .PHONY: test-v2
 test-v2: setup ## run the tests of GPU kernels and of vLLM's V2 runner, in Triton's interpreter

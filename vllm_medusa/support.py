@@ -55,7 +55,7 @@ def choose_scheduling(config: VllmConfig, asked: bool | None) -> None:
     """Schedule ahead of the device as vLLM does by default, where the runner can.
 
     Args:
-        config: built with asynchronous scheduling left open, which turned it off.
+        config: built with asynchronous scheduling off.
         asked: what the user said about it; None: nothing.
     """
     can = config.use_v2_model_runner and Executor.get_class(config).supports_async_scheduling()

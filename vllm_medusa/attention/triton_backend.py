@@ -1,4 +1,4 @@
-"""Attention on GPUs: vLLM's Triton backend, with our kernel for short requests, trees among them."""
+"""Attention on GPUs: vLLM's Triton backend, with our kernel for short requests and trees."""
 
 from typing import Any
 
