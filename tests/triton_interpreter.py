@@ -43,9 +43,26 @@ def enable() -> None:
     Raises:
         RuntimeError: vLLM was imported before.
     """
-    if "vllm" in sys.modules:
-        raise RuntimeError("Triton's interpreter must be enabled before vllm is imported")
     os.environ.update(ENVIRONMENT)
+    register_placeholder()
+    _multiply_bfloat16()
+    import torch
+
+    # vLLM's Triton backend sizes a launch by it, unasked whether there is CUDA.
+    torch.cuda.get_device_capability = lambda device=None: (8, 0)
+
+
+def register_placeholder(target: tuple[str, int, int] = ("cpu", 0, 1)) -> None:
+    """Have vLLM see an active Triton backend named "cpu".
+
+    Args:
+        target: what it says its device is; see ``triton.backends.compiler.GPUTarget``.
+
+    Raises:
+        RuntimeError: vLLM was imported before.
+    """
+    if "vllm" in sys.modules:
+        raise RuntimeError("Triton's placeholder must be registered before vllm is imported")
     import torch
     import triton.backends
     from triton.backends.compiler import GPUTarget
@@ -57,12 +74,15 @@ def enable() -> None:
             return True
 
         def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cpu", 0, 1)
+            return GPUTarget(*target)
 
         def get_active_torch_device(self) -> torch.device:
             return torch.device("cpu")
 
         def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
             return 0
 
         def get_benchmarker(self) -> None:
@@ -72,7 +92,6 @@ def enable() -> None:
             return ty
 
     triton.backends.backends["cpu"] = triton.backends.Backend(compiler=object, driver=Placeholder)
-    _multiply_bfloat16()
 
 
 def _multiply_bfloat16() -> None:

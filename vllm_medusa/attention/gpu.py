@@ -92,6 +92,11 @@ def choose_attention(config: VllmConfig) -> Choice:
         )
     version, head_size = None, model.get_head_size()
     if current_platform.is_cuda():
+        if not current_platform.has_device_capability(80):
+            raise ValueError(
+                f"{current_platform.get_device_name()}: the tree kernel needs compute capability "
+                "8.0 (Ampere) or newer"
+            )
         version = attention.flash_attn_version or get_flash_attn_version(head_size=head_size)
     choice = choose(attention.backend, version, head_size, model.dtype)
     logger.info_once(
