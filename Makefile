@@ -66,6 +66,10 @@ serve: setup ## serve the demo's model with Medusa on PORT (8000) until Ctrl-C
 test: setup ## run the tests
 	@$(CPU_ENV) && $(PYTHON_VENV) -m pytest tests/unit tests/integration tests/e2e $(ARGS)
 
+.PHONY: releases
+releases: setup ## fetch the source of vLLM releases that are not installed, for the tests (350 MB each)
+	@$(PYTHON_VENV) -m ci.vllm_source
+
 .PHONY: lint
 lint: setup ## ruff and mypy
 	.venv/bin/ruff check .

@@ -39,7 +39,8 @@ def _mark(wrapper: Any) -> Any:
 
 
 def _wrap_add_cli_args() -> None:
-    """Add ``--speculative-model``, another name of ``--spec-model``, to vLLM's parser."""
+    """Add ``--speculative-model``, another name of ``--spec-model``, to vLLM's parser; and our
+    method to those of ``--spec-method``, where 0.33 has no Medusa."""
     original = EngineArgs.add_cli_args
 
     @functools.wraps(original)
@@ -53,6 +54,9 @@ def _wrap_add_cli_args() -> None:
             help="Serve with Medusa heads and tree verification: a folder or a hub id of heads, "
             "with @REVISION if wanted. --spec-tokens sets the number of tree nodes.",
         )
+        methods = next(action for action in parser._actions if action.dest == "spec_method")
+        if methods.choices is not None and "medusa" not in methods.choices:
+            methods.choices = [*methods.choices, "medusa"]
         return parser
 
     EngineArgs.add_cli_args = staticmethod(_mark(add_cli_args))
