@@ -40,6 +40,7 @@ def walk(
     parents: torch.Tensor,
     active: torch.Tensor,
     max_steps: torch.Tensor | None = None,
+    num_steps: int | None = None,
 ) -> AcceptedPaths:
     """Walk every request's tree at once, one depth per iteration.
 
@@ -52,6 +53,9 @@ def walk(
         active: bool [B], requests that sample in this step.
         max_steps: int64 [B], how many tokens a request may draw at most in this step; None: no
             limit.
+        num_steps: how many times to draw (the deepest tree's depth and one), without looking
+            whether a request is still on its way: on a GPU looking would mean to wait for it.
+            None: as long as one is.
 
     Returns:
         The accepted paths. Requests that are not active get no token.
@@ -59,7 +63,7 @@ def walk(
     rows = torch.zeros(draft_tokens.shape[0], dtype=torch.int64, device=draft_tokens.device)
     tokens_by_step, rows_by_step = [], []
     # A path visits a row at most once, so the loop ends by itself; it runs depth + 1 times at most.
-    for step in range(draft_tokens.shape[1] + 1):
+    for step in range(num_steps or draft_tokens.shape[1] + 1):
         drawn = draw(rows, active, step)
         tokens_by_step.append(drawn.masked_fill(~active, NO_TOKEN))
         rows_by_step.append(rows)
@@ -70,7 +74,7 @@ def walk(
         active = active & found
         if max_steps is not None:
             active = active & (step + 1 < max_steps)
-        if not active.any():
+        if num_steps is None and not active.any():
             break
         rows = torch.where(active, node + 1, rows)
     return AcceptedPaths(torch.stack(tokens_by_step, dim=1), torch.stack(rows_by_step, dim=1))

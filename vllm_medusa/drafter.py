@@ -75,7 +75,7 @@ class MedusaDrafter:
             target,
             self.model_config,
             num_heads=self.tree.depth,
-        )
+        ).to(self.device)
 
     def propose(
         self, hidden_states: torch.Tensor, roots: torch.Tensor, num_nodes: int

@@ -1,15 +1,16 @@
 """Entry point ``vllm.general_plugins``: everything we change in vLLM, in one place.
 
 vLLM calls ``register`` in every process (front end, engine core, workers) and before it builds its
-command-line parser. Until a configuration asks for Medusa, all that happens is that four functions
+command-line parser. Until a configuration asks for Medusa, all that happens is that five functions
 are wrapped by ones that look at the options and call the original. Each seam is listed with its
-reason in ``patches/``, and compared with the installed vLLM before the first use. Which releases,
-runners and devices are then served is said in one place, ``support.SERVED``.
+reason in ``patches/``, and compared with the installed vLLM before the first use. Which releases
+and runners are then served is said in one place, ``support.SERVED``.
 """
 
 import functools
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 
@@ -31,6 +32,7 @@ def register() -> None:
     _wrap_add_cli_args()
     _wrap_create_engine_config()
     _wrap_validate_spec_decode()
+    _wrap_unsupported_features()
 
 
 def _mark(wrapper: Any) -> Any:
@@ -85,14 +87,20 @@ def _wrap_create_engine_config() -> None:
 
     @functools.wraps(original)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
-        config = original(self, *args, **kwargs)
-        # Ours is the only speculative config with a token tree. Asked by name, so that a process
-        # that does not use Medusa imports nothing of it.
-        if hasattr(config.speculative_config, "token_tree"):
-            from vllm_medusa.support import check_supported, choose_worker
+        if options_from_engine_args(self) is None:
+            return original(self, *args, **kwargs)
+        # vLLM knows by name which methods can be scheduled ahead, and refuses others or turns it
+        # off. Ours can on the V2 runner, so it is left open here and settled below.
+        asked, self.async_scheduling = self.async_scheduling, None
+        try:
+            config = original(self, *args, **kwargs)
+        finally:
+            self.async_scheduling = asked
+        from vllm_medusa.support import check_supported, choose_scheduling, choose_worker
 
-            check_supported(config)
-            choose_worker(config)
+        choose_scheduling(config, asked)
+        check_supported(config)
+        choose_worker(config)
         return config
 
     EngineArgs.create_engine_config = _mark(create_engine_config)
@@ -108,3 +116,19 @@ def _wrap_validate_spec_decode() -> None:
             original(self, speculative_config)
 
     SamplingParams._validate_spec_decode = _mark(_validate_spec_decode)
+
+
+def _wrap_unsupported_features() -> None:
+    """Let vLLM choose its V2 runner, of which 0.32 says that it has no Medusa."""
+    original = VllmConfig._get_v2_model_runner_unsupported_features
+
+    @functools.wraps(original)
+    def _get_v2_model_runner_unsupported_features(self: VllmConfig) -> list[str]:
+        features = original(self)
+        if hasattr(self.speculative_config, "token_tree"):
+            features = [feature for feature in features if "'medusa'" not in feature]
+        return features
+
+    VllmConfig._get_v2_model_runner_unsupported_features = _mark(
+        _get_v2_model_runner_unsupported_features
+    )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from vllm.config import VllmConfig
 from vllm.platforms import CpuArchEnum, current_platform
+from vllm.v1.executor.abstract import Executor
 
 from vllm_medusa.manifest import installed_release
 
@@ -18,15 +19,15 @@ TESTED_ARCHITECTURES = (
     "Qwen3ForCausalLM",
 )
 
-STOCK_CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
-MEDUSA_CPU_WORKER = "vllm_medusa.runner.worker.MedusaCPUWorker"
+# What is served, by release and model runner of vLLM: the one place to enable another. A release
+# needs a manifest in patches/ too; 0.33.0 has one, and no line here until tests/integration pass
+# with its V2 runner. V1 serves on CPUs only (runner/v1.py), and not in 0.33: vLLM deprecates it.
+SERVED = {("0.32.0", "V1"), ("0.32.0", "V2")}
 
-# What is served, by release, model runner of vLLM, and device, with our worker for it: the one
-# place to enable another. A release needs a manifest in patches/ too; 0.33.0 has one, but no line
-# here yet. V1 has an adapter for CPUs (runner/v1.py) and will get no other: vLLM deprecates V1.
-# V2, on CPUs and GPUs, in both releases, gets its lines with its adapter.
-SERVED = {
-    ("0.32.0", "V1", "cpu"): MEDUSA_CPU_WORKER,
+# vLLM's workers, by what is used in their place: the same with another model runner.
+WORKERS = {
+    "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_medusa.runner.worker.MedusaCPUWorker",
+    "vllm.v1.worker.gpu_worker.Worker": "vllm_medusa.runner.gpu_worker.MedusaGPUWorker",
 }
 
 # Lets people try what was not tested. It lifts the check of the architecture only; combinations
@@ -51,16 +52,19 @@ def check_supported(config: VllmConfig) -> None:
 
 def choose_worker(config: VllmConfig) -> None:
     """Have vLLM start our worker, which is its own with another model runner."""
-    config.parallel_config.worker_cls = SERVED[_release_runner_device(config)]
+    parallel = config.parallel_config
+    parallel.worker_cls = WORKERS.get(parallel.worker_cls, parallel.worker_cls)
 
 
-def _release_runner_device(config: VllmConfig) -> tuple[str, str, str]:
-    runner = "V2" if config.use_v2_model_runner else "V1"
-    return installed_release(), runner, current_platform.device_type
+def choose_scheduling(config: VllmConfig, asked: bool | None) -> None:
+    """Schedule ahead of the device as vLLM does by default, where the runner can.
 
-
-def _engine_in_words(release: str, runner: str, device: str) -> str:
-    return f"vLLM {release} with the {runner} model runner on {device!r}"
+    Args:
+        config: built with asynchronous scheduling left open, which turned it off.
+        asked: what the user said about it; None: nothing.
+    """
+    can = config.use_v2_model_runner and Executor.get_class(config).supports_async_scheduling()
+    config.scheduler_config.async_scheduling = bool(can if asked is None else asked)
 
 
 def _problems(config: VllmConfig) -> Iterator[str]:
@@ -70,14 +74,16 @@ def _problems(config: VllmConfig) -> Iterator[str]:
 
 
 def _platform_problems(config: VllmConfig) -> Iterator[str]:
-    found = _release_runner_device(config)
-    if found not in SERVED:
-        yield (
-            f"{_engine_in_words(*found)}: vllm-medusa serves "
-            f"{', '.join(_engine_in_words(*served) for served in SERVED)}. "
-            "VLLM_USE_V2_MODEL_RUNNER=0 or 1 chooses the runner"
-        )
+    release, runner = installed_release(), "V2" if config.use_v2_model_runner else "V1"
+    if (release, runner) not in SERVED:
+        served = ", ".join(f"{runner} of {release}" for release, runner in sorted(SERVED))
+        yield f"the {runner} model runner of vLLM {release}: vllm-medusa serves {served}"
+    if current_platform.is_cuda():
+        if not config.use_v2_model_runner:
+            yield "the V1 model runner on a GPU: unset VLLM_USE_V2_MODEL_RUNNER, the default is V2"
+        return
     if not current_platform.is_cpu():
+        yield f"platform {current_platform.device_name}: use an NVIDIA GPU or an x86 CPU"
         return
     arch = current_platform.get_cpu_architecture()
     if arch != CpuArchEnum.X86:
@@ -85,6 +91,8 @@ def _platform_problems(config: VllmConfig) -> Iterator[str]:
             f"CPU architecture {arch.name}: its KV cache layout is not the one the tree kernel "
             "reads ('vec', on x86)"
         )
+    if config.use_v2_model_runner and os.environ.get("TRITON_INTERPRET") != "1":
+        yield "the V2 model runner on a CPU: unset VLLM_USE_V2_MODEL_RUNNER, the default here is V1"
 
 
 def _model_problems(config: VllmConfig) -> Iterator[str]:
@@ -104,8 +112,8 @@ def _model_problems(config: VllmConfig) -> Iterator[str]:
         "sliding-window attention": _has_sliding_window(text),
         "attention logit soft cap": bool(getattr(text, "attn_logit_softcapping", None)),
         "attention sinks": "GptOss" in model.architecture,
-        "custom logits processors (vLLM refuses them with speculation too)": bool(
-            model.logits_processors
+        "custom logits processors on the V1 runner (vLLM refuses them with speculation too)": bool(
+            model.logits_processors and not config.use_v2_model_runner
         ),
         "prompt embeddings": model.enable_prompt_embeds,
     }
@@ -133,7 +141,8 @@ def _engine_problems(config: VllmConfig) -> Iterator[str]:
         yield f"KV cache type {cache.cache_dtype!r}: only the model's own, --kv-cache-dtype auto"
     # vLLM's CPU attention takes no other, and says so only in the worker. Since 0.33 the worker
     # chooses the default, too.
-    if cache.user_specified_block_size and cache.block_size % 32:
+    is_chosen = current_platform.is_cpu() and cache.user_specified_block_size
+    if is_chosen and cache.block_size % 32:
         yield f"block size {cache.block_size}: use a multiple of 32; the default is 128"
     if parallel.pipeline_parallel_size > 1:
         yield f"pipeline parallel size {parallel.pipeline_parallel_size}: use tensor parallelism"
@@ -143,7 +152,7 @@ def _engine_problems(config: VllmConfig) -> Iterator[str]:
         yield "context parallelism"
     if parallel.distributed_executor_backend not in (None, "mp", "uni"):
         yield f"executor {parallel.distributed_executor_backend!r}: tested are 'mp' and 'uni'"
-    if parallel.worker_cls not in (STOCK_CPU_WORKER, MEDUSA_CPU_WORKER):
+    if parallel.worker_cls not in (*WORKERS, *WORKERS.values()):
         yield f"worker class {parallel.worker_cls}: medusa needs its own, leave --worker-cls out"
     off = {
         "LoRA (--enable-lora)": config.lora_config is not None,
@@ -151,7 +160,12 @@ def _engine_problems(config: VllmConfig) -> Iterator[str]:
         "an encoder-cache connector": config.ec_transfer_config is not None,
         "expert-parallel load balancing (--enable-eplb)": parallel.enable_eplb,
         "--kv-sharing-fast-prefill": cache.kv_sharing_fast_prefill,
-        "asynchronous scheduling on the V1 runner": bool(config.scheduler_config.async_scheduling),
+        "asynchronous scheduling on the V1 runner (--async-scheduling)": bool(
+            config.scheduler_config.async_scheduling and not config.use_v2_model_runner
+        ),
+        "--enable-batch-sharded-sampling": parallel.enable_batch_sharded_sampling,
+        "--return-sampling-mask": config.model_config.return_sampling_mask,
+        "--enable-trace-replay": config.model_config.enable_trace_replay,
     }
     for feature, is_on in off.items():
         if is_on:

@@ -2,9 +2,12 @@
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from vllm import LLM, RequestOutput, SamplingParams
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from tests.triton_interpreter import ENABLED as INTERPRETED
+from vllm_medusa.bank import TreeBank
 
 # The shape of the original Medusa's trees: 63 nodes, 10 of them at depth 1, four deep.
 BUSHY = [
@@ -43,6 +46,11 @@ TREES: dict[str, object] = {
 }
 
 
+def fewer(number: int, at_least: int = 4) -> int:
+    """A number of prompts or tokens; in Triton's interpreter a third of it."""
+    return max(number // 3, at_least) if INTERPRETED else number
+
+
 def make_prompts(
     number: int, vocab: int, *, longest: int = 120, prefix: int = 0, seed: int = 0
 ) -> list[list[int]]:
@@ -59,7 +67,7 @@ def sampling_params(**params: object) -> SamplingParams:
     """Greedy, 100 tokens, past the end-of-sequence token, unless told otherwise."""
     defaults: dict[str, object] = {
         "temperature": 0.0,
-        "max_tokens": 100,
+        "max_tokens": fewer(100),
         "ignore_eos": True,
         "detokenize": False,
     }
@@ -112,7 +120,13 @@ def medusa(heads: object, tree: object, **options: object) -> dict[str, object]:
     return {"speculative_config": config}
 
 
-def runner_of(llm: LLM) -> GPUModelRunner:
+def runner_of(llm: LLM) -> Any:
     """The model runner of an engine in this process."""
     core = llm.llm_engine.engine_core.engine_core
     return core.model_executor.driver_worker.worker.model_runner
+
+
+def bank_of(llm: LLM) -> TreeBank:
+    """The trees of an engine in this process."""
+    runner = runner_of(llm)
+    return runner.model_state.bank if INTERPRETED else runner.bank

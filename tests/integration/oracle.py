@@ -8,10 +8,13 @@ every length from nothing to the whole depth, through all branches.
 
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from vllm_medusa.runner.v1 import MedusaCPUModelRunner
+import pytest
+import torch
+
+from tests.triton_interpreter import ENABLED as INTERPRETED
 
 
 class Oracle:
@@ -63,8 +66,16 @@ class Oracle:
 
 
 @contextmanager
-def oracle_drafts(oracle: Oracle):
+def oracle_drafts(oracle: Oracle) -> Iterator[Oracle]:
     """Let the oracle fill the trees of every runner in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        (_patch_v2 if INTERPRETED else _patch_v1)(oracle, patch)
+        yield oracle
+
+
+def _patch_v1(oracle: Oracle, patch: pytest.MonkeyPatch) -> None:
+    from vllm_medusa.runner.v1 import MedusaCPUModelRunner
+
     original = MedusaCPUModelRunner.propose_draft_token_ids
 
     def propose(self, scheduler_output, sampled_token_ids, *args):
@@ -78,8 +89,32 @@ def oracle_drafts(oracle: Oracle):
                 )
         return drafts
 
-    MedusaCPUModelRunner.propose_draft_token_ids = propose
-    try:
-        yield oracle
-    finally:
-        MedusaCPUModelRunner.propose_draft_token_ids = original
+    patch.setattr(MedusaCPUModelRunner, "propose_draft_token_ids", propose)
+
+
+def _patch_v2(oracle: Oracle, patch: pytest.MonkeyPatch) -> None:
+    from vllm_medusa.runner.speculator import MedusaSpeculator
+    from vllm_medusa.runner.v2 import TreeModelRunner
+
+    original, sample_tokens = MedusaSpeculator.propose, TreeModelRunner.sample_tokens
+    texts = None
+
+    def watched_sample_tokens(self, *args, **kwargs):
+        nonlocal texts
+        texts = self.req_states
+        return sample_tokens(self, *args, **kwargs)
+
+    def propose(self, input_batch, *args, **kwargs):
+        drafts = original(self, input_batch, *args, **kwargs)
+        num_sampled = args[4].tolist()
+        paths = list(self.drafter.tree.paths[: kwargs["num_speculative_tokens"]])
+        for index, slot in enumerate(input_batch.idx_mapping_np):
+            if num_sampled[index] and paths:
+                text = texts.all_token_ids.gpu[slot, : texts.total_len.gpu[slot]].tolist()
+                length = int(texts.prompt_len.np[slot])
+                tokens = oracle.draft(text[:length], text[length:], paths)
+                drafts[index, : len(paths)] = torch.tensor(tokens)
+        return drafts
+
+    patch.setattr(TreeModelRunner, "sample_tokens", watched_sample_tokens)
+    patch.setattr(MedusaSpeculator, "propose", propose)

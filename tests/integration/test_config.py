@@ -272,3 +272,29 @@ def test_a_changed_seam_is_refused_by_name(target, heads, monkeypatch):
         build_medusa(target, heads)
     monkeypatch.setenv(manifest.SEAM_MISMATCH, "warn")
     assert build_medusa(target, heads).speculative_config is not None
+
+
+# -- runners ---------------------------------------------------------------------------------------
+
+
+def test_scheduling_ahead_is_refused_on_v1(target, heads):
+    assert not build_medusa(target, heads).scheduler_config.async_scheduling
+    with pytest.raises(ValueError, match="asynchronous scheduling on the V1 runner"):
+        build_medusa(target, heads, {"async_scheduling": True})
+
+
+def test_v2_on_a_cpu_is_refused(target, heads, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(ValueError, match="unset VLLM_USE_V2_MODEL_RUNNER"):
+        build_medusa(target, heads)
+
+
+def test_medusa_does_not_push_vllm_back_to_v1(target, heads, monkeypatch):
+    """What keeps this machine on V1 is that it has no Triton, and nothing else."""
+    config = build_medusa(target, heads)
+    assert not config.use_v2_model_runner
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    assert config.use_v2_model_runner
+    # vLLM itself would say that its V2 runner has no Medusa.
+    stock = config._get_v2_model_runner_unsupported_features.__func__.__wrapped__
+    assert stock(config) == ["speculative method 'medusa'"]

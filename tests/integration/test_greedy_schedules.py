@@ -9,25 +9,26 @@ import torch
 from tests.integration.generation import (
     SMALL_BUSHY,
     TREES,
+    bank_of,
     continuations,
     endings,
+    fewer,
     generate,
     make_prompts,
     medusa,
-    runner_of,
     sampling_params,
     tokens,
 )
 from tests.integration.oracle import Oracle, oracle_drafts
 from tests.integration.tiny import VOCAB
 from tests.integration.watch import watching
+from vllm_medusa.attention.backends import CPUSlotMover
 from vllm_medusa.bank import TreeBank
-from vllm_medusa.runner import v1
 from vllm_medusa.support import TESTED_ARCHITECTURES
 from vllm_medusa.tree import MAX_NODES, TokenTree
 
 DEPTH = max(map(len, SMALL_BUSHY))
-LENGTH = 60
+LENGTH = fewer(60)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,7 @@ def test_chunked_prefill(budget, block_size, tree_engine, models, reference):
     # Pieces of prompts were read beside trees, trees cut by the budget, and plain decodes.
     assert watch.met("chunk", "tree", "cut")
     assert watch.met("chunk", "tree", "decode")
-    assert len(watch.num_nodes) >= 3
+    assert len(watch.num_nodes) >= fewer(3, 2)
     assert set(watch.lengths) == set(range(DEPTH + 1))
 
 
@@ -206,7 +207,7 @@ def test_staggered_arrivals_and_aborts(tree_engine, models, reference, prompts):
         said = step_through(llm, arrivals, aborted)
     gone = {name for step in aborted.values() for name in step}
     for name, text in zip(names, expected, strict=True):
-        found = said[name]
+        found = said.get(name, [])  # aborted before it said anything
         assert found == text[: len(found)]
         assert (len(found) < LENGTH) == (name in gone)
     assert watch.met("chunk", "tree")
@@ -260,7 +261,7 @@ def test_max_model_len(tree_engine, models, reference):
 def test_stop_token(tree_engine, models, reference, prompts):
     whole = tokens(reference(models(), prompts, max_tokens=LENGTH))
     each = [
-        {"stop_token_ids": [text[number + 2], text[number + 20]]}
+        {"stop_token_ids": [text[number + 2], text[(number + 20) % LENGTH]]}
         for number, text in enumerate(whole)
     ]
     expected = reference(models(), prompts, each, max_tokens=LENGTH)
@@ -341,17 +342,18 @@ def test_bfloat16(tree_engine, models, plain_engine, prompts):
 
 
 def break_compaction(llm, patch):
-    patch.setattr(v1, "move_slots", lambda *args: None)
+    patch.setattr(CPUSlotMover, "move", lambda *args: None)
 
 
 def break_positions(llm, patch):
-    patch.setattr(v1.MedusaCPUModelRunner, "_set_depth_positions", lambda *args: None)
+    bank = bank_of(llm)
+    patch.setattr(bank, "depth_offset", torch.zeros_like(bank.depth_offset))
 
 
 def break_mask(llm, patch):
     # A chain's mask is the causal one: every row sees all rows before it.
     chain = TreeBank([TokenTree.chain(MAX_NODES)])
-    patch.setattr(runner_of(llm).bank, "ancestors", chain.ancestors)
+    patch.setattr(bank_of(llm), "ancestors", chain.ancestors)
 
 
 @pytest.mark.parametrize("fault", [break_compaction, break_positions, break_mask])

@@ -11,6 +11,7 @@ from tests.integration.generation import (
     SMALL_BUSHY,
     TREES,
     continuations,
+    fewer,
     generate,
     make_prompts,
     medusa,
@@ -20,10 +21,10 @@ from tests.integration.generation import (
 from tests.integration.oracle import Oracle, oracle_drafts
 from tests.integration.tiny import VOCAB
 from tests.integration.watch import watching
+from vllm_medusa.attention import backends
 from vllm_medusa.attention.reference import split_cache
-from vllm_medusa.runner import v1
 
-LENGTH = 60
+LENGTH = fewer(60)
 
 
 @contextmanager
@@ -121,14 +122,14 @@ def test_teeth(expected, models, heads, module_engine, prompts, monkeypatch):
     """Moved keys that are off by a thousandth in one layer are found, though no text changes."""
     texts, caches = expected("llama")
     llm = module_engine(models(), **medusa(heads(4), TREES["bushy63"]))
-    move_slots = v1.move_slots
+    move_slots = backends.move_slots
 
     def move_inexactly(kv_caches, source, target):
         move_slots(kv_caches, source, target)
         keys, _ = split_cache(kv_caches[-1])
         keys[target // keys.shape[1], target % keys.shape[1]] += 1e-3
 
-    monkeypatch.setattr(v1, "move_slots", move_inexactly)
+    monkeypatch.setattr(backends, "move_slots", move_inexactly)
     said, found, _ = caches_with_trees(llm, prompts, texts)
     assert said == texts
     assert min(largest_differences(found, caches)) > 5e-4

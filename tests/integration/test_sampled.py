@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from vllm.sampling_params import StructuredOutputsParams
@@ -17,13 +18,13 @@ from tests.integration.generation import (
 from tests.integration.oracle import Oracle, oracle_drafts
 from tests.integration.tiny import VOCAB, add_tokenizer
 from tests.integration.watch import watching
+from tests.triton_interpreter import ENABLED as INTERPRETED
 from vllm_medusa.drafter import MedusaDrafter
-from vllm_medusa.runner import v1
 
 # -- the distribution ------------------------------------------------------------------------------
 
 SMALL_VOCAB = 16
-NUM_SAMPLES = 20_000
+NUM_SAMPLES = 3_000 if INTERPRETED else 20_000
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 # Several children at the root and below; the third generated token is drawn at a node, if the
 # second is one.
@@ -117,7 +118,9 @@ def sample(small_model, heads, module_engine, logits):
 
     def draw(settings, number, turn=500):
         texts = {name: [] for name in settings}
-        torch.manual_seed(1)  # requests without a seed draw from torch's generator
+        # Requests without a seed draw from torch's generator; V2 gives them one of NumPy's.
+        torch.manual_seed(1)
+        np.random.seed(1)
         with pytest.MonkeyPatch.context() as patch, watching() as watch:
             patch.setattr(MedusaDrafter, "propose", propose)
             prompts = [PROMPT] * len(settings)
@@ -169,8 +172,11 @@ def take_a_child(draw):
     return broken
 
 
+@pytest.mark.v1_only(reason="one launch walks there, tests/interpreter compares it with this walk")
 @pytest.mark.parametrize("rule", [second_try, take_a_child])
 def test_broken_rules_are_found(rule, sample, logits, monkeypatch):
+    from vllm_medusa.runner import v1
+
     walk = v1.walk
 
     def broken_walk(draw, draft_tokens, parents, active, max_steps=None):

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from tests.triton_interpreter import ENABLED as INTERPRETED
+
 
 class Watch:
     """Counts of what was scheduled.
@@ -37,7 +39,8 @@ class Watch:
             if drafts:
                 assert num_tokens == len(drafts) + 1
                 self.num_nodes[len(drafts)] += 1
-            if -1 in drafts:
+            # Scheduled ahead of the device, all drafts are placeholders to the scheduler.
+            if -1 in drafts and not INTERPRETED:
                 step["padded"] += 1
             elif drafts:
                 step["tree" if len(drafts) == scheduler.num_spec_tokens else "cut"] += 1

@@ -64,7 +64,9 @@ def heads(tmp_path_factory):
 
 
 CONFIGURE = """
-import importlib, json, pkgutil, sys, types
+import importlib, json, os, pkgutil, sys
+from tests import triton_interpreter
+triton_interpreter.enable()  # as on a GPU: Triton is there, and with it the V2 runner
 import vllm
 import vllm_medusa
 
@@ -103,22 +105,21 @@ config = parse(*spellings[0]).create_speculative_config(
 )
 SamplingParams(min_p=0.5)._validate_spec_decode(config)
 found["tree"] = config.tree
+
+# A CPU has no use for scheduling ahead: asked for by name, it is refused where it cannot be.
+ahead = [*spellings[0], "--async-scheduling"]
+config = create_engine_config(parse(*ahead))
+found["V2"] = config.use_v2_model_runner
+found["schedule"] = config.speculative_config.num_speculative_tokens_per_batch_size
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+try:
+    create_engine_config(parse(*ahead))
+except ValueError as error:
+    found["refused by vLLM"] = str(error)
 try:
     parse(*spellings[0]).create_engine_config()
 except ValueError as error:
-    found["refusal"] = str(error)
-
-# A CPU has no use for asynchronous scheduling; asked for by name, it is refused where it cannot be.
-asynchronous = parse(*spellings[0], "--async-scheduling")
-try:
-    create_engine_config(asynchronous)
-except ValueError as error:
-    found["V1 refusal"] = str(error)
-# As on a GPU: the V2 runner, which there is where Triton is.
-vllm.config.vllm.HAS_TRITON = True
-config = create_engine_config(asynchronous)
-found["V2"] = config.use_v2_model_runner
-found["schedule"] = config.speculative_config.num_speculative_tokens_per_batch_size
+    found["refused by us"] = str(error).splitlines()
 print("RESULT " + json.dumps(found))
 """
 
@@ -131,13 +132,13 @@ def test_the_package_is_imported_and_configured(version, target, heads):
     config = f"SpeculativeConfig(method='medusa', model={str(heads)!r}, num_spec_tokens=3)"
     assert found["configs"] == [config] * 3
     assert len(found["tree"]) == 3
-    # Nothing sends medusa to the V1 runner or takes asynchronous scheduling from it.
+    # Nothing sends medusa to the V1 runner, or takes its schedule, or scheduling ahead, from it.
     assert found["V2"]
     assert found["schedule"] == [[1, 1, 3]]
-    assert "medusa-based speculative decoding" in found["V1 refusal"]
-    # V1 is served with the release it was tested with, and no other.
-    assert f"vLLM {version} with the V1 model runner on 'cpu': vllm-medusa" in found["refusal"]
-    assert len(found["refusal"].splitlines()) == 3  # nothing else stands against it
+    assert "medusa-based speculative decoding" in found["refused by vLLM"]  # on V1
+    # V1 is served with the release that it was tested with, and nothing else stands against it.
+    _, reason, _ = found["refused by us"]
+    assert reason.startswith(f"  - the V1 model runner of vLLM {version}: vllm-medusa serves V1")
 
 
 def touched_files(diff: Path) -> list[str]:
@@ -188,8 +189,8 @@ class ToyConfig(SpeculativeConfig):
     def create_speculator(self, vllm_config, device, req_states):
         return ["speculator", device]
 
-    def wrap_model_state(self, model_state):
-        return ["wrapped", type(model_state).__name__]
+    def extend_model_state(self, cls):
+        return type("Extended", (cls,), {})
 """
 
 HOST = """
@@ -234,7 +235,7 @@ found = {
     "class": type(toy.speculative_config).__name__,
     "toy": toy.speculative_config.toy,
     "speculator": spec_decode.init_speculator(toy, "device", None),
-    "state": model_states.init_model_state(toy, None, None, None),
+    "state": type(model_states.init_model_state(toy, None, None, None)).__name__,
     "plain state": type(model_states.init_model_state(plain, None, None, None)).__name__,
     "ngram": type(ngram.speculative_config).__name__,
     "refusal": refusal,
@@ -261,7 +262,7 @@ def test_upstream_diff_hosts_a_method_of_a_plugin(diff, target, tmp_path):
         "class": "ToyConfig",
         "toy": 128,
         "speculator": ["speculator", "device"],
-        "state": ["wrapped", "State"],
+        "state": "Extended",
         "plain state": "State",
         "ngram": "SpeculativeConfig",
     }

@@ -10,6 +10,8 @@ from vllm_medusa.cli.errors import print_error
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the sub-command."""
+    from vllm_medusa.calibration.schedule import MIN_GAIN
+
     parser.add_argument("model", metavar="MODEL", help="the target: a folder or a hub id")
     parser.add_argument("heads", metavar="HEADS", help="the heads: a folder or a hub id[@REVISION]")
     parser.add_argument("--revision", help="branch, tag or commit of the heads on the hub")
@@ -47,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--min-gain",
         type=float,
-        default=1.03,
+        default=MIN_GAIN,
         help="a tree must promise as much over none to be used (default: %(default)s)",
     )
     parser.add_argument("--dtype", default="auto", help="as vllm serve --dtype (default: auto)")

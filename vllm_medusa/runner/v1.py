@@ -27,10 +27,14 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_medusa.acceptance import NO_TOKEN, AcceptedPaths, walk
-from vllm_medusa.attention.cpu import TreeCPUAttentionMetadataBuilder, tree_attention_backend
-from vllm_medusa.attention.kernels import load_library, move_slots
+from vllm_medusa.attention.backends import (
+    CPUSlotMover,
+    check_attention_layers,
+    check_one_group,
+    tree_attention,
+)
+from vllm_medusa.attention.cpu import TreeCPUAttentionMetadataBuilder
 from vllm_medusa.bank import TreeBank
-from vllm_medusa.compaction import accepted_moves
 from vllm_medusa.drafter import MedusaDrafter
 from vllm_medusa.lookup import lookup
 from vllm_medusa.tree import TokenTree
@@ -64,19 +68,14 @@ class MedusaCPUModelRunner(CPUModelRunner):
         self.last_rows: torch.Tensor | None = None
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
-        load_library()  # compiles the kernel if need be: not in the first request's time
-        with tree_attention_backend():
+        with tree_attention(self.vllm_config):
             super().load_model(load_dummy_weights)
         check_attention_layers(self.compilation_config.static_forward_context)
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-        groups = len(kv_cache_config.kv_cache_groups)
-        if groups != 1:
-            raise ValueError(
-                f"medusa needs one group of KV cache layers, this target has {groups}: its layers "
-                "keep their caches in different ways"
-            )
+        check_one_group(kv_cache_config)
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        self.mover = CPUSlotMover(self.kv_caches)
 
     # -- before the forward pass -------------------------------------------------------------------
 
@@ -152,9 +151,7 @@ class MedusaCPUModelRunner(CPUModelRunner):
         # The rows of a tree are the last ones of its request.
         ends = self.query_start_loc.cpu[1 : num_nodes.shape[0] + 1].long()
         slots = self.input_batch.block_table[0].slot_mapping.gpu
-        source, target = accepted_moves(paths, slots, ends - num_nodes - 1)
-        if source.numel():
-            move_slots(self.kv_caches, source, target)
+        self.mover.move(paths, slots, ends - num_nodes - 1)
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any):  # type: ignore[no-untyped-def]
         # vLLM rewinds the generators of requests whose token is discarded, which fails on CPUs
@@ -381,26 +378,3 @@ def _pad_drafts(draft_tokens: torch.Tensor, num_nodes: torch.Tensor) -> torch.Te
     padded = torch.full((num_nodes.shape[0], columns.shape[0]), NO_TOKEN)
     padded[columns < num_nodes[:, None]] = draft_tokens.long()
     return padded
-
-
-def check_attention_layers(layers: dict[str, Any]) -> None:
-    """Refuse attention that the tree kernel does not compute, layer by layer as vLLM built them."""
-    from vllm.model_executor.layers.attention import Attention
-    from vllm.v1.attention.backend import AttentionType
-
-    for name, layer in layers.items():
-        impl: Any = getattr(layer, "impl", None)
-        if not isinstance(layer, Attention):
-            raise ValueError(f"medusa cannot serve layer {name} of type {type(layer).__name__}")
-        found = {
-            "sliding window": impl.sliding_window != -1,
-            "logit soft cap": bool(impl.logits_soft_cap),
-            "ALiBi": impl.alibi_slopes is not None,
-            "attention sinks": impl.sinks is not None,
-            "a quantised KV cache": impl.is_fp8_kv_cache,
-            f"attention type {impl.attn_type}": impl.attn_type != AttentionType.DECODER,
-            "a KV cache shared between layers": impl.kv_sharing_target_layer_name is not None,
-        }
-        for feature, is_there in found.items():
-            if is_there:
-                raise ValueError(f"medusa cannot serve {feature} (layer {name})")

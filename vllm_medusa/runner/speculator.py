@@ -1,0 +1,85 @@
+"""Drafting on vLLM's V2 model runner: the heads as one of its speculators."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.logger import init_logger
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from vllm_medusa.acceptance import NO_TOKEN
+from vllm_medusa.drafter import MedusaDrafter
+
+if TYPE_CHECKING:
+    from vllm_medusa.runner.model_state import TreeModelState
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+def build_speculator(
+    vllm_config: VllmConfig, device: torch.device, req_states: Any
+) -> "MedusaSpeculator":
+    """In the place of vLLM's ``init_speculator``."""
+    if vllm_config.speculative_config.lookup:
+        logger.info_once("Medusa: the V2 model runner drafts with the heads only, without lookup.")
+    return MedusaSpeculator(vllm_config, device)
+
+
+class MedusaSpeculator(BaseSpeculator):
+    """Medusa heads: no cache of their own, one draft per request from its last hidden state."""
+
+    supports_mm_inputs = False
+    draft_logits = None
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        self.drafter = MedusaDrafter(vllm_config, device)
+        self.num_nodes = len(self.drafter.tree)
+
+    def load_model(self, target: nn.Module, state: "TreeModelState") -> None:
+        """Load the heads for a loaded target."""
+        self.drafter.load_model(target)
+        self.state = state
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Nothing to do: drafting is a few products, run without a graph."""
+
+    def capture(self) -> None:
+        """Nothing to do."""
+
+    def propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: Any,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        *unused: Any,
+        num_speculative_tokens: int | None = None,
+        **also_unused: Any,
+    ) -> torch.Tensor:
+        """Draft for every request of the batch; those that are still read get drafts that nobody
+        schedules.
+
+        Returns:
+            int64 [B, nodes]; ``NO_TOKEN`` behind the first ``num_speculative_tokens``.
+        """
+        num_requests = input_batch.num_reqs
+        drafts = last_sampled.new_full((num_requests, self.num_nodes), NO_TOKEN)
+        num_nodes = self.num_nodes if num_speculative_tokens is None else num_speculative_tokens
+        if num_nodes:
+            # The last rows of a request are those with logits.
+            ends = input_batch.query_start_loc[1 : num_requests + 1]
+            rows = ends - input_batch.cu_num_logits[: num_requests + 1].diff()
+            if input_batch.num_draft_tokens:
+                rows = rows + self.state.last_rows[:num_requests]
+            roots = last_sampled[input_batch.idx_mapping, 0]
+            drafts[:, :num_nodes] = self.drafter.propose(
+                last_hidden_states[rows.long()], roots, num_nodes
+            )
+        return drafts

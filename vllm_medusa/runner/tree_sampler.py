@@ -1,0 +1,221 @@
+"""Acceptance on vLLM's V2 model runner, in the place of its rejection sampler.
+
+As a rule the token of every row is drawn at once, by vLLM's own sampler, and one launch walks the
+trees. Where a request has rules that look back at its text (penalties, bad words, thinking budgets,
+custom processors), the batch is walked depth by depth: each step draws one token per request with
+the path's tokens added to the request's state, so that every rule sees what it would see without
+speculation. Nothing waits for the device in either. vLLM keys the noise of sampling by seed and
+position, so both draw the very tokens that are drawn without speculation.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
+
+from vllm_medusa.acceptance import NO_TOKEN, AcceptedPaths, walk
+from vllm_medusa.acceptance_kernel import walk_drawn_tokens
+
+if TYPE_CHECKING:
+    from vllm_medusa.runner.model_state import TreeModelState
+
+
+class TreeSampler:
+    """Draws tokens from the target along the trees of a batch."""
+
+    def __init__(self, sampler: Sampler, state: "TreeModelState") -> None:
+        self.sampler = sampler
+        self.state = state
+        self.req_states = sampler.req_states
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        input_batch: InputBatch,
+        draft_logits: torch.Tensor | None = None,
+        invalid_drafts: torch.Tensor | None = None,
+    ) -> SamplerOutput:
+        """Accept a path per request and compact it.
+
+        Args:
+            logits: [rows, V], of all requests' rows: root, then nodes.
+            input_batch: vLLM's description of the step.
+            draft_logits: not used: the drafts are fixed before anything is drawn.
+            invalid_drafts: not used: requests with a grammar take one token per step.
+
+        Returns:
+            As vLLM's ``RejectionSampler`` does; ``sampled_token_ids`` is [B, depth + 1].
+        """
+        num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
+        if self._looks_back(logits, input_batch):
+            paths, processed = self._walk_by_depth(logits, input_batch)
+        else:
+            paths, processed = self._walk_drawn(logits, input_batch)
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            (paths.tokens >= 0).sum(dim=1, dtype=torch.int32),
+            input_batch.seq_lens,
+            input_batch.cu_num_logits,
+            input_batch.idx_mapping,
+            self.req_states.prefill_len.gpu,
+        )
+        self.state.keep(paths, input_batch)
+        return SamplerOutput(
+            sampled_token_ids=paths.tokens,
+            logprobs_tensors=self._logprobs(processed, paths, input_batch),
+            num_nans=num_nans,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+        )
+
+    def _looks_back(self, logits: torch.Tensor, batch: InputBatch) -> bool:
+        """Whether to walk by depth: for a rule's sake, or because the logits of all rows are too
+        many to be copied, as vLLM's sampler does, at once."""
+        if self.state.looks_back[batch.idx_mapping_np].any():
+            return True
+        return logits.shape[0] > get_max_chunk_logits(logits.shape[1])
+
+    def _walk_drawn(
+        self, logits: torch.Tensor, batch: InputBatch
+    ) -> tuple[AcceptedPaths, torch.Tensor]:
+        """Draw at all rows, then walk; returns the logits that logprobs are taken of, [rows, V]."""
+        drafts = batch.input_ids[batch.logits_indices]
+        drawn, processed = self.sampler.sample(
+            logits,
+            batch.expanded_idx_mapping,
+            batch.idx_mapping,
+            batch.idx_mapping_np,
+            batch.positions[batch.logits_indices],
+            drafts,
+            batch.expanded_local_pos,
+            batch.seq_lens_cpu_upper_bound.numpy(),
+            return_logprobs=self._num_logprobs(batch) != NO_LOGPROBS,
+        )
+        paths = walk_drawn_tokens(
+            drawn,
+            drafts,
+            batch.cu_num_logits,
+            self.state.tree_of[batch.idx_mapping],
+            self.state.bank.parents,
+            self.state.max_steps[batch.idx_mapping],
+            self.state.num_steps,
+        )
+        if self.sampler.logprobs_mode not in PROCESSED_LOGPROBS_MODES:
+            processed = logits
+        return paths, processed
+
+    def _walk_by_depth(
+        self, logits: torch.Tensor, batch: InputBatch
+    ) -> tuple[AcceptedPaths, torch.Tensor]:
+        """Walk while drawing; returns the logits that logprobs are taken of, [rows, V]."""
+        state, index = self.state, batch.idx_mapping
+        first_rows = batch.cu_num_logits[:-1].long()
+        num_nodes = batch.cu_num_logits.diff() - 1
+        positions = batch.positions[batch.logits_indices]
+        tokens_read = batch.input_ids[batch.logits_indices]
+        no_offset = torch.zeros_like(index, dtype=torch.int32)
+        keeps_processed = self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
+        kept = torch.empty_like(logits, dtype=torch.float32) if keeps_processed else logits
+        text = _TextAhead(self.sampler, index)
+
+        def draw(rows: torch.Tensor, active: torch.Tensor, step: int) -> torch.Tensor:
+            rows = first_rows + rows
+            drawn, processed = self.sampler.sample(
+                logits[rows],
+                index,
+                index,
+                batch.idx_mapping_np,
+                positions[rows],
+                tokens_read[rows],
+                no_offset,
+                batch.seq_lens_cpu_upper_bound.numpy(),
+                return_logprobs=self._num_logprobs(batch) != NO_LOGPROBS,
+            )
+            if keeps_processed:
+                kept[rows] = processed.float()
+            text.append(drawn, active)
+            return drawn
+
+        nodes = torch.arange(state.bank.parents.shape[1], device=index.device)
+        is_node = nodes < num_nodes[:, None]
+        places = (first_rows[:, None] + 1 + nodes).clamp(max=logits.shape[0] - 1)
+        paths = walk(
+            draw,
+            tokens_read[places].long().masked_fill(~is_node, NO_TOKEN),
+            state.bank.parents[state.tree_of[index]],
+            batch.seq_lens[: batch.num_reqs] >= self.req_states.prefill_len.gpu[index],
+            state.max_steps[index],
+            state.num_steps,
+        )
+        text.take_back()
+        return paths, kept
+
+    def _num_logprobs(self, batch: InputBatch) -> int:
+        return self.sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np)
+
+    def _logprobs(
+        self, logits: torch.Tensor, paths: AcceptedPaths, batch: InputBatch
+    ) -> LogprobsTensors | None:
+        """Logprobs of the tokens of each path, in the first of its request's rows, where vLLM looks
+        for them."""
+        num_logprobs = self._num_logprobs(batch)
+        if num_logprobs == NO_LOGPROBS:
+            return None
+        num_requests, num_steps = paths.rows.shape
+        first_rows = batch.cu_num_logits[:-1].long()
+        steps = torch.arange(num_steps, device=logits.device)
+        rows = torch.arange(logits.shape[0], device=logits.device)
+        tokens = torch.zeros_like(rows)
+        # Behind a path's end its last row is repeated: its places may lie in the next request's.
+        place = first_rows[:, None] + torch.where(paths.tokens >= 0, steps, 0)
+        drawn = torch.where(paths.tokens >= 0, paths.tokens, paths.tokens[:, :1])
+        source = first_rows[:, None] + torch.where(paths.tokens >= 0, paths.rows, 0)
+        tokens[place] = drawn.clamp(min=0)
+        source_of = rows.index_put((place,), source)
+        return compute_topk_scores(
+            logits[source_of],
+            num_logprobs,
+            tokens,
+            batch.cu_num_logits_np.tolist() if len(rows) != num_requests else None,
+            logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+        )
+
+
+class _TextAhead:
+    """Adds a path's tokens to the state that vLLM's rules read, and takes them back out.
+
+    vLLM itself adds them once they are final (``post_update``).
+    """
+
+    def __init__(self, sampler: Sampler, index: torch.Tensor) -> None:
+        """``index``: int64 [B], slots of the batch's requests in the state."""
+        self.index = index
+        self.texts = sampler.req_states.all_token_ids.gpu
+        self.lengths = sampler.req_states.total_len.gpu
+        self.counts = sampler.penalties_state.output_bin_counts
+        self.lengths_before = self.lengths[index]
+        self.added: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def append(self, tokens: torch.Tensor, active: torch.Tensor) -> None:
+        """Append a token, int64 [B], to the texts of active requests, bool [B]."""
+        # The last token of a text that reaches max_model_len has no place, and no rule after it.
+        place = self.lengths[self.index].long().clamp(max=self.texts.shape[1] - 1)
+        old = self.texts[self.index, place]
+        self.texts[self.index, place] = torch.where(active, tokens.to(old.dtype), old)
+        grown = active.to(self.lengths.dtype)
+        self.lengths[self.index] += grown
+        self.counts[self.index, tokens] += grown
+        self.added.append((tokens, grown))
+
+    def take_back(self) -> None:
+        """Lengths and counts as they were; what stands behind a text's end counts for nothing."""
+        self.lengths[self.index] = self.lengths_before
+        for tokens, grown in self.added:
+            self.counts[self.index, tokens] -= grown
