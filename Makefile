@@ -79,6 +79,10 @@ test-v2: setup ## run the tests of GPU kernels and of vLLM's V2 runner, in Trito
 	@$(CPU_ENV) && { VLLM_USE_V2_MODEL_RUNNER=1 $(PYTHON_VENV) -m pytest $(V2_TESTS) $(ARGS) || \
 		[ $$? = 5 ]; }
 
+.PHONY: releases
+releases: setup ## fetch the source of vLLM releases that are not installed, for the tests (350 MB each)
+	@$(PYTHON_VENV) -m ci.vllm_source
+
 .PHONY: lint
 lint: setup ## ruff and mypy
 	.venv/bin/ruff check .

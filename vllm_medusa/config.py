@@ -10,7 +10,7 @@ All of these mean the same:
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vllm.config import ModelConfig, ParallelConfig
 from vllm.config.speculative import SpeculativeConfig
@@ -50,6 +50,9 @@ class MedusaSpeculativeConfig(SpeculativeConfig):
     ``num_speculative_tokens`` keeps vLLM's meaning, tokens scheduled for verification per request
     and step: the number of tree nodes without the root.
     """
+
+    method: Literal["medusa"] = "medusa"
+    """Since 0.33 vLLM's own list of methods has no Medusa."""
 
     tree: list[list[int]] | None = None
     """The tree as rank paths in nested order."""

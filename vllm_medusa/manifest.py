@@ -29,9 +29,16 @@ def supported_versions() -> list[str]:
     return sorted(path.stem for path in manifest_folder().glob("*.json"))
 
 
+def installed_release() -> str:
+    """The installed vLLM's release, without its build: 0.32.0 of 0.32.0+cpu."""
+    import vllm
+
+    return vllm.__version__.split("+")[0]
+
+
 def is_supported(version: str) -> bool:
-    """Whether a release (``vllm.__version__``) has a manifest."""
-    return (manifest_folder() / f"{version.split('+')[0]}.json").is_file()
+    """Whether a release has a manifest."""
+    return (manifest_folder() / f"{version}.json").is_file()
 
 
 def read_manifest(version: str) -> list[dict[str, Any]]:
@@ -49,38 +56,53 @@ def read_manifest(version: str) -> list[dict[str, Any]]:
     return json.loads(path.read_text())["seams"]
 
 
-def fingerprint(seam: str, root: Path) -> str | None:
-    """SHA-256 of a seam's source.
+def seam_source(seam: str, root: Path) -> str | None:
+    """A seam's source, from its first decorator to its end, in whole lines.
 
     Args:
-        seam: ``package.module:qualified.name``.
+        seam: ``package.module:qualified.name`` of a function, class, method or assigned name.
         root: the folder that holds the package ``vllm``.
 
     Returns:
-        The digest, or None if there is no such module or name.
+        The text, or None if there is no such module or name.
     """
     module, _, name = seam.partition(":")
     folder = root.joinpath(*module.split("."))
     path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
     if not path.is_file():
         return None
-    lines, scope = _parse(path)
+    lines, node = _parse(path)
     for part in name.split("."):
-        scope = next((node for node in scope.body if getattr(node, "name", None) == part), None)
-        if scope is None:
+        body = getattr(node, "body", ())
+        node = next((child for child in body if part in _defined_names(child)), None)
+        if node is None:
             return None
-    # What ast.get_source_segment returns, which splits the whole file anew for each name.
-    segment = lines[scope.lineno - 1 : scope.end_lineno]
-    segment[-1] = segment[-1][: scope.end_col_offset]
-    segment[0] = segment[0][scope.col_offset :]
-    return hashlib.sha256(b"\n".join(segment)).hexdigest()
+    # A class or function starts at its name; a decorator that changes matters as much.
+    first = min(part.lineno for part in (node, *getattr(node, "decorator_list", ())))
+    return "\n".join(lines[first - 1 : node.end_lineno])
+
+
+def fingerprint(seam: str, root: Path) -> str | None:
+    """SHA-256 of ``seam_source``, None where that is None."""
+    source = seam_source(seam, root)
+    return None if source is None else hashlib.sha256(source.encode()).hexdigest()
+
+
+def _defined_names(node: ast.AST) -> list[str]:
+    """The names that a statement defines: one for a function or class, any number for ``=``."""
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return [target.id for target in targets if isinstance(target, ast.Name)]
+    name = getattr(node, "name", None)
+    return [name] if isinstance(name, str) else []
 
 
 @cache
-def _parse(path: Path) -> tuple[list[bytes], Any]:
-    """A module's lines and its syntax tree; many seams lie in few, large modules."""
-    source = path.read_text()
-    return source.encode().split(b"\n"), ast.parse(source)
+def _parse(path: Path) -> tuple[list[str], Any]:
+    """A module's lines, as its syntax tree counts them, and the tree; many seams lie in few, large
+    modules."""
+    source = path.read_text(encoding="utf-8")
+    return source.split("\n"), ast.parse(source)
 
 
 def differing_seams(version: str, root: Path) -> list[str]:
@@ -99,17 +121,16 @@ def check_seams() -> None:
         RuntimeError: the release has no manifest, or seams differ. With
             ``VLLM_MEDUSA_SEAM_MISMATCH=warn`` differing seams are a warning only.
     """
-    import vllm
     from vllm.logger import init_logger
 
-    version = vllm.__version__.split("+")[0]
+    version = installed_release()
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
     differing = differing_seams(version, Path(spec.origin).parent.parent)
     if not differing:
         return
     message = (
-        f"the installed vLLM {vllm.__version__} differs from the release that vllm-medusa was "
+        f"the installed vLLM {version} differs from the release that vllm-medusa was "
         f"tested with, in: {', '.join(differing)}. Install the release unchanged, or set "
         f"{SEAM_MISMATCH}=warn to go on at your own risk"
     )

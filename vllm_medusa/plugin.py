@@ -3,18 +3,18 @@
 vLLM calls ``register`` in every process (front end, engine core, workers) and before it builds its
 command-line parser. Until a configuration asks for Medusa, all that happens is that six functions
 are wrapped by ones that look at the options and call the original. Each seam is listed with its
-reason in ``patches/``, and compared with the installed vLLM before the first use.
+reason in ``patches/``, and compared with the installed vLLM before the first use. Which releases
+and runners are then served is said in one place, ``support.SERVED``.
 """
 
 import functools
 from typing import Any
 
-import vllm
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 
-from vllm_medusa.manifest import check_seams, is_supported
+from vllm_medusa.manifest import check_seams, installed_release, is_supported
 from vllm_medusa.options import options_from_engine_args
 
 _MARK = "_vllm_medusa"
@@ -27,7 +27,7 @@ def register() -> None:
     _wrap_create_speculative_config()
     # In a release that was never tested only this one is wrapped: it says so when Medusa is asked
     # for, and nothing else can go wrong.
-    if not is_supported(vllm.__version__):
+    if not is_supported(installed_release()):
         return
     _wrap_add_cli_args()
     _wrap_create_engine_config()
@@ -42,7 +42,8 @@ def _mark(wrapper: Any) -> Any:
 
 
 def _wrap_add_cli_args() -> None:
-    """Add ``--speculative-model``, another name of ``--spec-model``, to vLLM's parser."""
+    """Add ``--speculative-model``, another name of ``--spec-model``, to vLLM's parser; and our
+    method to those of ``--spec-method``, where 0.33 has no Medusa."""
     original = EngineArgs.add_cli_args
 
     @functools.wraps(original)
@@ -56,6 +57,9 @@ def _wrap_add_cli_args() -> None:
             help="Serve with Medusa heads and tree verification: a folder or a hub id of heads, "
             "with @REVISION if wanted. --spec-tokens sets the number of tree nodes.",
         )
+        methods = next(action for action in parser._actions if action.dest == "spec_method")
+        if methods.choices is not None and "medusa" not in methods.choices:
+            methods.choices = [*methods.choices, "medusa"]
         return parser
 
     EngineArgs.add_cli_args = staticmethod(_mark(add_cli_args))
@@ -110,7 +114,7 @@ def _wrap_validate_spec_decode() -> None:
 
 
 def _wrap_unsupported_features() -> None:
-    """Let vLLM choose its V2 runner, of which it says that it has no Medusa."""
+    """Let vLLM choose its V2 runner, of which 0.32 says that it has no Medusa."""
     original = VllmConfig._get_v2_model_runner_unsupported_features
 
     @functools.wraps(original)

@@ -9,6 +9,7 @@ from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.executor.abstract import Executor
 
 from vllm_medusa.attention.gpu import choose_attention
+from vllm_medusa.manifest import installed_release
 
 # Architectures whose greedy output with trees is compared with that without in
 # tests/integration/test_greedy.py.
@@ -18,6 +19,11 @@ TESTED_ARCHITECTURES = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
 )
+
+# What is served, by release and model runner of vLLM: the one place to enable another. A release
+# needs a manifest in patches/ too; 0.33.0 has one, and no line here until tests/integration pass
+# with its V2 runner. V1 serves on CPUs only (runner/v1.py), and not in 0.33: vLLM deprecates it.
+SERVED = {("0.32.0", "V1"), ("0.32.0", "V2")}
 
 # vLLM's workers, by what is used in their place: the same with another model runner.
 WORKERS = {
@@ -69,6 +75,10 @@ def _problems(config: VllmConfig) -> Iterator[str]:
 
 
 def _platform_problems(config: VllmConfig) -> Iterator[str]:
+    release, runner = installed_release(), "V2" if config.use_v2_model_runner else "V1"
+    if (release, runner) not in SERVED:
+        served = ", ".join(f"{runner} of {release}" for release, runner in sorted(SERVED))
+        yield f"the {runner} model runner of vLLM {release}: vllm-medusa serves {served}"
     if current_platform.is_cuda():
         if not config.use_v2_model_runner:
             yield "the V1 model runner on a GPU: unset VLLM_USE_V2_MODEL_RUNNER, the default is V2"
@@ -134,8 +144,10 @@ def _engine_problems(config: VllmConfig) -> Iterator[str]:
     model_type = str(config.model_config.dtype).removeprefix("torch.")
     if cache.cache_dtype not in ("auto", model_type):
         yield f"KV cache type {cache.cache_dtype!r}: only the model's own, --kv-cache-dtype auto"
-    # vLLM's CPU attention takes no other, and says so only in the worker.
-    if current_platform.is_cpu() and cache.block_size % 32:
+    # vLLM's CPU attention takes no other, and says so only in the worker. Since 0.33 the worker
+    # chooses the default, too.
+    is_chosen = current_platform.is_cpu() and cache.user_specified_block_size
+    if is_chosen and cache.block_size % 32:
         yield f"block size {cache.block_size}: use a multiple of 32; the default is 128"
     if parallel.pipeline_parallel_size > 1:
         yield f"pipeline parallel size {parallel.pipeline_parallel_size}: use tensor parallelism"
