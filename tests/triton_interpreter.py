@@ -46,6 +46,7 @@ def enable() -> None:
     os.environ.update(ENVIRONMENT)
     register_placeholder()
     _multiply_bfloat16()
+    _take_any_mask()
     import torch
 
     # vLLM's Triton backend sizes a launch by it, unasked whether there is CUDA.
@@ -113,6 +114,26 @@ def _multiply_bfloat16() -> None:
         return stock(self, widen(a), widen(b), *rest)
 
     InterpreterBuilder.create_dot = create_dot
+
+
+def _take_any_mask() -> None:
+    """The interpreter takes masks of bits only; compiled, a mask that is a whole number (what a sum
+    or a loop variable may make of it in some of vLLM's kernels) is as good."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def bits(mask: TensorHandle) -> TensorHandle:
+        return TensorHandle(mask.data.astype(bool), mask.dtype)
+
+    def create_masked_load(self: InterpreterBuilder, pointers, mask, *rest: object):
+        return load(self, pointers, bits(mask), *rest)
+
+    def create_masked_store(self: InterpreterBuilder, pointers, value, mask, *rest: object):
+        return store(self, pointers, value, bits(mask), *rest)
+
+    InterpreterBuilder.create_masked_load = create_masked_load
+    InterpreterBuilder.create_masked_store = create_masked_store
 
 
 def has_gpu() -> bool:

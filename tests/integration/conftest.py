@@ -11,6 +11,22 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 from tests.integration.generation import generate
 from tests.integration.tiny import make_heads, make_model
+from tests.triton_interpreter import ENABLED as INTERPRETED
+
+
+@pytest.fixture(scope="session", autouse=INTERPRETED)
+def top_k_top_p_of_torch() -> Iterator[None]:
+    """vLLM's Triton kernel for top-k and top-p does not run in the interpreter (it asks whole
+    numbers of Python's for methods of Triton's); its PyTorch function gives the same."""
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            topk_topp_sampler,
+            "apply_top_k_top_p_triton",
+            topk_topp_sampler.apply_top_k_top_p_pytorch,
+        )
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@ compaction in its cache layout. The text is that of vLLM without speculation and
 attention."""
 
 import pytest
-import torch
 
 from tests.integration.generation import (
     SMALL_BUSHY,
@@ -38,14 +37,6 @@ def prompts():
 @pytest.fixture(scope="module")
 def expected(models, plain_engine, prompts):
     return tokens(generate(plain_engine(models()), prompts, max_tokens=LENGTH))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def device_capability():
-    """vLLM's kernel that fills the cache asks for it, whatever device its tensors are on."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-        yield
 
 
 @pytest.fixture(scope="module")
