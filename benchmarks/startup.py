@@ -3,7 +3,7 @@
 vLLM loads its plugins in every process: the front end, the engine core, the workers, and the
 short-lived process in which it looks at a model's class. Here each kind is started as often as
 asked, with our plugin and with none; the process imports what it has imported when vLLM loads the
-plugins, and the loading is timed.
+plugins, and the CPU time of loading is taken: it is the same on a busy machine.
 
     make startup      # or: python benchmarks/startup.py --output FOLDER
 """
@@ -33,9 +33,9 @@ import importlib, json, sys, time
 importlib.import_module(sys.argv[1])
 from vllm.plugins import load_general_plugins
 before = set(sys.modules)
-start = time.perf_counter()
+start = time.process_time()
 load_general_plugins()
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 print("RESULT " + json.dumps({"seconds": seconds, "modules": sorted(set(sys.modules) - before)}))
 """
 
@@ -48,7 +48,7 @@ def load_plugins(module: str, plugins: str) -> dict[str, Any]:
         plugins: the value of VLLM_PLUGINS.
 
     Returns:
-        ``seconds`` that loading took, and the names of the ``modules`` it imported.
+        CPU ``seconds`` that loading took, and the names of the ``modules`` it imported.
     """
     result = subprocess.run(
         [sys.executable, "-c", CHILD, module],
@@ -108,12 +108,13 @@ def page(result: dict[str, Any]) -> str:
     lines += ["| " + " | ".join(str(value) for value in row.values()) + " |" for row in rows]
     table = "\n".join(lines)
     machine = "\n".join(f"- {key}: {value}" for key, value in result["machine"].items())
+    others = result["cores kept busy by other processes"]
     return f"""# What the plugin adds to vLLM's start
 
 Made by `make startup` (benchmarks/startup.py): every kind of process was started
 {result["repetitions"]} times with the plugin (`VLLM_PLUGINS=medusa`) and as often without any
-(`VLLM_PLUGINS=`), in turn. Timed is vLLM's `load_general_plugins()`; medians. Medusa is not asked
-for. Others kept {result["cores kept busy by other processes"]} cores busy.
+(`VLLM_PLUGINS=`), in turn. Measured is the CPU time of vLLM's `load_general_plugins()`; medians.
+Medusa is not asked for. Others kept {others} cores busy.
 
 {table}
 

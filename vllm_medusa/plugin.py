@@ -4,35 +4,39 @@ vLLM calls ``register`` in every process (front end, engine core, workers) and b
 command-line parser. Until a configuration asks for Medusa, all that happens is that five functions
 are wrapped by ones that look at the options and call the original. Each seam is listed with its
 reason in ``patches/``, and compared with the installed vLLM before the first use.
+
+A module is wrapped when it has been imported, whoever does it: a process that never builds engine
+arguments, such as a worker, should not import what builds them because of us.
 """
 
 import functools
 from typing import Any
 
 import vllm
-from vllm.config import VllmConfig
-from vllm.engine.arg_utils import EngineArgs
-from vllm.sampling_params import SamplingParams
 
+from vllm_medusa.after_import import after_import
 from vllm_medusa.manifest import check_seams, is_supported
 from vllm_medusa.options import options_from_engine_args
 
 _MARK = "_vllm_medusa"
 
 
+@functools.cache
 def register() -> None:
     """Wrap vLLM's seams; calling it again changes nothing."""
-    if hasattr(EngineArgs.create_speculative_config, _MARK):
-        return
+    after_import("vllm.engine.arg_utils", _wrap_engine_args)
+    # In a release that was never tested only create_speculative_config is wrapped: it says so when
+    # Medusa is asked for, and nothing else can go wrong.
+    if is_supported(vllm.__version__):
+        after_import("vllm.sampling_params", _wrap_validate_spec_decode)
+        after_import("vllm.config.vllm", _wrap_unsupported_features)
+
+
+def _wrap_engine_args() -> None:
     _wrap_create_speculative_config()
-    # In a release that was never tested only this one is wrapped: it says so when Medusa is asked
-    # for, and nothing else can go wrong.
-    if not is_supported(vllm.__version__):
-        return
-    _wrap_add_cli_args()
-    _wrap_create_engine_config()
-    _wrap_validate_spec_decode()
-    _wrap_unsupported_features()
+    if is_supported(vllm.__version__):
+        _wrap_add_cli_args()
+        _wrap_create_engine_config()
 
 
 def _mark(wrapper: Any) -> Any:
@@ -42,6 +46,8 @@ def _mark(wrapper: Any) -> Any:
 
 def _wrap_add_cli_args() -> None:
     """Add ``--speculative-model``, another name of ``--spec-model``, to vLLM's parser."""
+    from vllm.engine.arg_utils import EngineArgs
+
     original = EngineArgs.add_cli_args
 
     @functools.wraps(original)
@@ -62,6 +68,8 @@ def _wrap_add_cli_args() -> None:
 
 def _wrap_create_speculative_config() -> None:
     """Build our config where the options ask for Medusa."""
+    from vllm.engine.arg_utils import EngineArgs
+
     original = EngineArgs.create_speculative_config
 
     @functools.wraps(original)
@@ -79,6 +87,8 @@ def _wrap_create_speculative_config() -> None:
 
 def _wrap_create_engine_config() -> None:
     """Refuse what is not supported once the whole configuration is known; choose our worker."""
+    from vllm.engine.arg_utils import EngineArgs
+
     original = EngineArgs.create_engine_config
 
     @functools.wraps(original)
@@ -104,6 +114,8 @@ def _wrap_create_engine_config() -> None:
 
 def _wrap_validate_spec_decode() -> None:
     """Let requests use min-p and logit bias, which vLLM refuses with speculation of its own."""
+    from vllm.sampling_params import SamplingParams
+
     original = SamplingParams._validate_spec_decode
 
     @functools.wraps(original)
@@ -116,6 +128,8 @@ def _wrap_validate_spec_decode() -> None:
 
 def _wrap_unsupported_features() -> None:
     """Let vLLM choose its V2 runner, of which it says that it has no Medusa."""
+    from vllm.config.vllm import VllmConfig  # the package may still be on its way
+
     original = VllmConfig._get_v2_model_runner_unsupported_features
 
     @functools.wraps(original)
