@@ -39,6 +39,14 @@ steps: setup ## measure what a step costs by tree size, into docs/steps.md
 	@$(CPU_ENV) && VLLM_LOGGING_LEVEL=WARNING $(PYTHON_VENV) benchmarks/step_time.py \
 		"$$($(PYTHON_VENV) -m vllm_medusa.demo.model)" "$(HEADS)" --output docs
 
+.PHONY: startup
+startup: setup ## measure what the plugin adds to the start of vLLM, into docs/startup.md
+	@$(CPU_ENV) && $(PYTHON_VENV) benchmarks/startup.py --output docs
+
+.PHONY: pictures
+pictures: setup ## draw the pictures of docs/ from the shipped tree
+	@$(PYTHON_VENV) docs/draw_pictures.py
+
 # What `make heads` trained the shipped heads with: first with one block per head, then further with
 # three. The work folder is kept in .cache.
 TRAIN := --work .cache/heads.work --dtype bfloat16 --tokens 1200000 --draft-vocab 8192 --distill 0.5 \

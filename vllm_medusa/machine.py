@@ -41,6 +41,12 @@ def instruction_sets() -> list[str]:
     return [name for name in INSTRUCTION_SETS if name in flags]
 
 
+def has_bfloat16() -> bool:
+    """Whether this CPU multiplies in bfloat16; others convert to float32 and back."""
+    flags = (cpu_info("flags") or cpu_info("Features")).split()
+    return bool({"amx_bf16", "avx512_bf16", "bf16"} & set(flags))
+
+
 def cpu_info(key: str) -> str:
     """The first value of a key in /proc/cpuinfo, empty if it is not there."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():

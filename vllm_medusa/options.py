@@ -1,13 +1,14 @@
 """Whether the options ask for Medusa: read by every engine, so it imports nothing else of ours."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm.engine.arg_utils import EngineArgs
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
 
 PREFIX = "medusa:"
 
 
-def options_from_engine_args(args: EngineArgs) -> dict[str, Any] | None:
+def options_from_engine_args(args: "EngineArgs") -> dict[str, Any] | None:
     """The speculative options as one dict if they ask for Medusa, else None.
 
     Merges ``--spec-method``, ``--spec-model`` and ``--spec-tokens`` into ``--speculative-config``

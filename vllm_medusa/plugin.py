@@ -5,33 +5,40 @@ command-line parser. Until a configuration asks for Medusa, all that happens is 
 are wrapped by ones that look at the options and call the original. Each seam is listed with its
 reason in ``patches/``, and compared with the installed vLLM before the first use. Which releases
 and runners are then served is said in one place, ``support.SERVED``.
+
+A module is wrapped when it has been imported, whoever does it: a process that never builds engine
+arguments, such as a worker, should not import what builds them because of us.
 """
 
 import functools
 from typing import Any
 
-from vllm.config import VllmConfig
-from vllm.engine.arg_utils import EngineArgs
-from vllm.sampling_params import SamplingParams
-
+from vllm_medusa.after_import import after_import
 from vllm_medusa.manifest import check_seams, installed_release, is_supported
 from vllm_medusa.options import options_from_engine_args
 
 _MARK = "_vllm_medusa"
 
 
+@functools.cache
 def register() -> None:
     """Wrap vLLM's seams; calling it again changes nothing."""
-    if hasattr(EngineArgs.create_speculative_config, _MARK):
-        return
+    after_import("vllm.engine.arg_utils", _wrap_engine_args)
+    # In a release that was never tested only create_speculative_config is wrapped: it says so when
+    # Medusa is asked for, and nothing else can go wrong.
+    if is_supported(installed_release()):
+        after_import("vllm.sampling_params", _wrap_validate_spec_decode)
+        after_import("vllm.config.vllm", _wrap_vllm_config)
+
+
+def _wrap_engine_args() -> None:
     _wrap_create_speculative_config()
-    # In a release that was never tested only this one is wrapped: it says so when Medusa is asked
-    # for, and nothing else can go wrong.
-    if not is_supported(installed_release()):
-        return
-    _wrap_add_cli_args()
-    _wrap_create_engine_config()
-    _wrap_validate_spec_decode()
+    if is_supported(installed_release()):
+        _wrap_add_cli_args()
+        _wrap_create_engine_config()
+
+
+def _wrap_vllm_config() -> None:
     _wrap_unsupported_features()
     _wrap_scheduling()
 
@@ -44,6 +51,8 @@ def _mark(wrapper: Any) -> Any:
 def _wrap_add_cli_args() -> None:
     """Add ``--speculative-model``, another name of ``--spec-model``, to vLLM's parser; and our
     method to those of ``--spec-method``, where 0.33 has no Medusa."""
+    from vllm.engine.arg_utils import EngineArgs
+
     original = EngineArgs.add_cli_args
 
     @functools.wraps(original)
@@ -67,6 +76,8 @@ def _wrap_add_cli_args() -> None:
 
 def _wrap_create_speculative_config() -> None:
     """Build our config where the options ask for Medusa."""
+    from vllm.engine.arg_utils import EngineArgs
+
     original = EngineArgs.create_speculative_config
 
     @functools.wraps(original)
@@ -84,6 +95,8 @@ def _wrap_create_speculative_config() -> None:
 
 def _wrap_create_engine_config() -> None:
     """Refuse what is not supported once the whole configuration is known; choose our worker."""
+    from vllm.engine.arg_utils import EngineArgs
+
     original = EngineArgs.create_engine_config
 
     @functools.wraps(original)
@@ -103,6 +116,8 @@ def _wrap_create_engine_config() -> None:
 
 def _wrap_validate_spec_decode() -> None:
     """Let requests use min-p and logit bias, which vLLM refuses with speculation of its own."""
+    from vllm.sampling_params import SamplingParams
+
     original = SamplingParams._validate_spec_decode
 
     @functools.wraps(original)
@@ -115,6 +130,8 @@ def _wrap_validate_spec_decode() -> None:
 
 def _wrap_unsupported_features() -> None:
     """Let vLLM choose its V2 runner, of which 0.32 says that it has no Medusa."""
+    from vllm.config.vllm import VllmConfig  # the package may still be on its way
+
     original = VllmConfig._get_v2_model_runner_unsupported_features
 
     @functools.wraps(original)
@@ -135,10 +152,12 @@ def _wrap_scheduling() -> None:
     vLLM knows by name which speculation can be, refuses it to others or turns it off. The whole
     configuration may be built anew from a finished one, so this is settled wherever it is built.
     """
+    from vllm.config.vllm import VllmConfig
+
     original = VllmConfig.__post_init__
 
     @functools.wraps(original)
-    def __post_init__(self: VllmConfig) -> None:
+    def __post_init__(self: Any) -> None:
         if not hasattr(self.speculative_config, "token_tree"):
             original(self)
             return

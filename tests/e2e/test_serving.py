@@ -1,5 +1,6 @@
 """The real server with a real model: the same text as without speculation."""
 
+import json
 import os
 import re
 import subprocess
@@ -110,6 +111,32 @@ def test_example_client(server):
     assert len(result.split()) > 10
 
 
+def test_example_streaming_chat(server):
+    result = run_example(
+        "streaming_chat.py", "--port", str(server.port), "--max-tokens", "32",
+        typed="Name three colours.\nAnd three more.\n\n",
+    )  # fmt: skip
+    answers = re.findall(r"\[(\d+) tokens in (\d+) chunks", result)
+    assert len(answers) == 2
+    # Steps that accept drafts send several tokens in a chunk.
+    assert sum(int(tokens) for tokens, _ in answers) > sum(int(chunks) for _, chunks in answers)
+
+
+def test_metrics_that_are_queried_exist(server):
+    """Those of the dashboard and of docs/serving.md, at the server's own /metrics."""
+    dashboard = json.loads((EXAMPLES / "grafana.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries += [each["query"]["query"] for each in dashboard["templating"]["list"][1:]]
+    queries.append((EXAMPLES.parent / "docs" / "serving.md").read_text())
+    names = {name for query in queries for name in re.findall(r"vllm:\w+", query)}
+    assert len(names) > 12
+    "".join(server.stream_chat("Hello", 8))
+    with urllib.request.urlopen(server.base_url.removesuffix("/v1") + "/metrics") as response:
+        served = set(re.findall(r"^(vllm:\w+)", response.read().decode(), re.MULTILINE))
+    assert names <= served
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
 def test_example_offline(model):
     result = run_example(
         "offline.py", str(model), str(HEADS), "--max-tokens", "24", "--enforce-eager"
@@ -141,8 +168,8 @@ def test_bad_heads_end_the_server_with_a_clear_message(model, tmp_path):
     assert "HeadsError" in result.stdout + result.stderr
 
 
-def run_example(name: str, *arguments: str) -> str:
-    return run([sys.executable, str(EXAMPLES / name), *arguments]).stdout
+def run_example(name: str, *arguments: str, typed: str | None = None) -> str:
+    return run([sys.executable, str(EXAMPLES / name), *arguments], typed=typed).stdout
 
 
 def run_vllm(*arguments: str, expected_status: int = 0) -> subprocess.CompletedProcess[str]:
@@ -151,15 +178,22 @@ def run_vllm(*arguments: str, expected_status: int = 0) -> subprocess.CompletedP
     )
 
 
-def run(command: list[str], expected_status: int = 0) -> subprocess.CompletedProcess[str]:
-
+def run(
+    command: list[str], expected_status: int = 0, typed: str | None = None
+) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
         "COLUMNS": "120",
     }
     result = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=environment, check=False
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+        check=False,
+        input=typed,
     )
     assert result.returncode == expected_status, result.stdout[-3000:] + result.stderr[-3000:]
     return result

@@ -79,6 +79,7 @@ def test_same_with_and_without_the_plugin(models, tmp_path):
     assert none == []
     assert modules == [
         "vllm_medusa",
+        "vllm_medusa.after_import",
         "vllm_medusa.manifest",
         "vllm_medusa.options",
         "vllm_medusa.plugin",

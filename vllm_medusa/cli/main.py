@@ -16,6 +16,7 @@ COMMANDS = {
     "calibrate": ("vllm_medusa.cli.calibrate", "choose the tree that pays on this machine"),
     "convert": ("vllm_medusa.cli.convert", "write heads in another format, without loss"),
     "demo": ("vllm_medusa.cli.demo", "serve a small model with Medusa, chat, measure the gain"),
+    "doctor": ("vllm_medusa.cli.doctor", "check the installation, and say what mends it"),
     "inspect": ("vllm_medusa.cli.inspect", "show what a checkpoint of heads holds and what is odd"),
     "train": ("vllm_medusa.cli.train", "train heads for a model on its own answers"),
 }
