@@ -1,7 +1,7 @@
 """Entry point ``vllm.general_plugins``: everything we change in vLLM, in one place.
 
 vLLM calls ``register`` in every process (front end, engine core, workers) and before it builds its
-command-line parser. Until a configuration asks for Medusa, all that happens is that four functions
+command-line parser. Until a configuration asks for Medusa, all that happens is that functions
 are wrapped by ones that look at the options and call the original. Each seam is listed with its
 reason in ``patches/``, and compared with the installed vLLM before the first use.
 """
@@ -12,6 +12,9 @@ from typing import Any
 import vllm
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_medusa.manifest import check_seams, is_supported
 from vllm_medusa.options import options_from_engine_args
@@ -31,6 +34,8 @@ def register() -> None:
     _wrap_add_cli_args()
     _wrap_create_engine_config()
     _wrap_validate_spec_decode()
+    _wrap_structured_outputs()
+    _wrap_metrics()
 
 
 def _mark(wrapper: Any) -> Any:
@@ -104,3 +109,67 @@ def _wrap_validate_spec_decode() -> None:
             original(self, speculative_config)
 
     SamplingParams._validate_spec_decode = _mark(_validate_spec_decode)
+
+
+def _wrap_structured_outputs() -> None:
+    """Let grammars follow the paths of a tree; vLLM takes a request's drafts for a chain."""
+    stock_validate = StructuredOutputManager.validate_tokens
+    stock_bitmask = StructuredOutputManager.grammar_bitmask
+    stock_accept = StructuredOutputManager.accept_tokens
+
+    @functools.wraps(stock_validate)
+    def validate_tokens(self: StructuredOutputManager, request: Any, spec_tokens: Any) -> Any:
+        config = self.vllm_config.speculative_config
+        if not hasattr(config, "token_tree"):
+            return stock_validate(self, request, spec_tokens)
+        from vllm_medusa.grammar import valid_drafts
+
+        return valid_drafts(self, request, spec_tokens, config.token_tree)
+
+    @functools.wraps(stock_bitmask)
+    def grammar_bitmask(
+        self: StructuredOutputManager, requests: Any, request_ids: Any, scheduled: Any
+    ) -> Any:
+        config = self.vllm_config.speculative_config
+        if not hasattr(config, "token_tree"):
+            return stock_bitmask(self, requests, request_ids, scheduled)
+        from vllm_medusa.grammar import tree_bitmask
+
+        return tree_bitmask(self, requests, request_ids, scheduled, config.token_tree)
+
+    @functools.wraps(stock_accept)
+    def accept_tokens(self: StructuredOutputManager, request: Any, new_token_ids: Any) -> bool:
+        if not hasattr(self.vllm_config.speculative_config, "token_tree"):
+            return stock_accept(self, request, new_token_ids)
+        from vllm_medusa.grammar import accept_one_by_one
+
+        return accept_one_by_one(stock_accept, self, request, new_token_ids)
+
+    StructuredOutputManager.validate_tokens = _mark(validate_tokens)
+    StructuredOutputManager.grammar_bitmask = _mark(grammar_bitmask)
+    StructuredOutputManager.accept_tokens = _mark(accept_tokens)
+
+
+def _wrap_metrics() -> None:
+    """Count the requests that are served without trees."""
+    stock_init, stock_process = PrometheusStatLogger.__init__, InputProcessor.process_inputs
+
+    @functools.wraps(stock_init)
+    def __init__(self: PrometheusStatLogger, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        stock_init(self, vllm_config, *args, **kwargs)
+        if hasattr(vllm_config.speculative_config, "token_tree"):
+            from vllm_medusa.metrics import add_metrics
+
+            add_metrics(self)
+
+    @functools.wraps(stock_process)
+    def process_inputs(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
+        request = stock_process(self, *args, **kwargs)
+        if hasattr(self.vllm_config.speculative_config, "token_tree"):
+            from vllm_medusa.metrics import count_request
+
+            count_request(request.sampling_params)
+        return request
+
+    PrometheusStatLogger.__init__ = _mark(__init__)
+    InputProcessor.process_inputs = _mark(process_inputs)

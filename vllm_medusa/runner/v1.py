@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.sampling_params import SamplingType
+from vllm.sampling_params import SamplingParams, SamplingType
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.sample.logits_processor.builtin import (
@@ -34,6 +34,7 @@ from vllm_medusa.compaction import accepted_moves
 from vllm_medusa.drafter import MedusaDrafter
 from vllm_medusa.lookup import lookup
 from vllm_medusa.tree import TokenTree
+from vllm_medusa.without_trees import reason_without_trees
 
 NO_LIMIT = 2**31 - 1
 
@@ -208,6 +209,8 @@ class MedusaCPUModelRunner(CPUModelRunner):
         found = {
             index: lookup(batch.token_ids_cpu[index, : batch.num_tokens_no_spec[index]], num_nodes)
             for index in requests
+            # The engine core follows a grammar along the heads' tree (grammar.py).
+            if self._params(index).structured_outputs is None
         }
         return {index: tokens for index, tokens in found.items() if tokens}
 
@@ -221,8 +224,11 @@ class MedusaCPUModelRunner(CPUModelRunner):
     def _can_speculate(self, index: int) -> bool:
         """Whether the request's rules can be followed along a path; if not it is served without
         trees."""
-        params = self.requests[self.input_batch.req_ids[index]].sampling_params
-        return params is not None and params.structured_outputs is None and not _has_budget(params)
+        return reason_without_trees(self._params(index)) is None
+
+    def _params(self, index: int) -> SamplingParams:
+        """What the request at a place of the batch asks for."""
+        return self.requests[self.input_batch.req_ids[index]].sampling_params
 
 
 class _Target:
