@@ -19,6 +19,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
+from vllm_medusa.drafts import drafts_are_chain
 from vllm_medusa.tree import TokenTree
 
 
@@ -34,8 +35,8 @@ def valid_drafts(
     Args:
         manager: vLLM's manager of grammars.
         request: the request, with or without a grammar.
-        drafts: tokens of the first nodes of ``tree``.
-        tree: the tree that the heads' drafts form.
+        drafts: tokens of the first nodes of the heads' tree, or of a chain (``drafts.py``).
+        tree: the heads' tree.
     """
     if not request.use_structured_output:
         return drafts
@@ -57,7 +58,7 @@ def tree_bitmask(
         requests: all requests by name.
         request_ids: those with a grammar that sample in this step.
         scheduled: their drafts, where they have any.
-        tree: the tree that the heads' drafts form.
+        tree: the heads' tree.
 
     Returns:
         int32 [rows of these requests, vocabulary / 32], one bit a token; the rows of a request are
@@ -118,7 +119,7 @@ def _rows(
     grammar is in the state behind its path; once all were taken, it is where it was before.
     """
     grammar = request.structured_output_request.grammar
-    children = _child_rows(tree)
+    children = _chain_rows(len(drafts)) if drafts_are_chain(request) else _child_rows(tree)
     # vLLM marks drafts that it could not fill with -1; nothing stands behind them.
     drafts = strip_speculative_padding(drafts)
 
@@ -157,3 +158,8 @@ def _child_rows(tree: TokenTree) -> list[list[int]]:
     for node, parent in enumerate(tree.parent_rows()):
         children[parent].append(node + 1)
     return children
+
+
+def _chain_rows(length: int) -> list[list[int]]:
+    """The same for a chain."""
+    return [[row] for row in range(1, length + 1)] + [[]]

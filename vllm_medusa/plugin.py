@@ -12,6 +12,7 @@ from typing import Any
 import vllm
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.structured_output import StructuredOutputManager
@@ -145,6 +146,16 @@ def _wrap_structured_outputs() -> None:
 
         return accept_one_by_one(stock_accept, self, request, new_token_ids)
 
+    stock_update = Scheduler.update_draft_token_ids
+
+    @functools.wraps(stock_update)
+    def update_draft_token_ids(self: Scheduler, draft_token_ids: Any) -> None:
+        # Ours say of which requests they form a chain (drafts.py).
+        if hasattr(draft_token_ids, "are_chain"):
+            draft_token_ids.note(self.requests)
+        stock_update(self, draft_token_ids)
+
+    Scheduler.update_draft_token_ids = _mark(update_draft_token_ids)
     StructuredOutputManager.validate_tokens = _mark(validate_tokens)
     StructuredOutputManager.grammar_bitmask = _mark(grammar_bitmask)
     StructuredOutputManager.accept_tokens = _mark(accept_tokens)

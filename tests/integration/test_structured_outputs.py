@@ -32,14 +32,14 @@ def engines(models, heads, module_engine):
     """Engines without and with trees, by backend of structured outputs."""
     model = add_byte_tokenizer(models("llama", seed=3))
 
-    def start(backend, trees, thinking=False, **options):
+    def start(backend, trees, thinking=False, lookup=False, **options):
         grammars = {"backend": backend}
         if backend in ("xgrammar", "guidance"):
             grammars["disable_any_whitespace"] = True
         if thinking:
             options["reasoning_parser"] = "deepseek_r1"
         if trees:
-            options |= medusa(heads(DEPTH), SMALL_BUSHY)
+            options |= medusa(heads(DEPTH), SMALL_BUSHY, lookup=lookup)
         return module_engine(
             model, skip_tokenizer_init=False, structured_outputs_config=grammars, **options
         )
@@ -201,6 +201,25 @@ def test_thinking_first(engines):
     assert checked > len(specs) / 2
     assert len(thinking) > 4
     assert max(watch.lengths) == DEPTH
+
+
+@pytest.mark.parametrize("budget", [4096, 60])
+def test_chains_from_the_text(budget, engines):
+    """Where a text repeats itself its drafts are a chain, beside others' trees."""
+    numbers = random.Random(8)
+    each = [asking({"regex": "(name: [a-c]{1,2}; ){9}"}, seed=n) for n in range(24)]
+    each[1::4] = [asking(random_spec(numbers), temperature=0.7, seed=n) for n in range(6)]
+    each[3::4] = [{"seed": n} for n in range(6)]
+    prompts = make_prompts(len(each), ASCII, longest=20, seed=29)
+    plain = engines("xgrammar", trees=False)
+    trees = engines(
+        "xgrammar", trees=True, lookup=True, max_num_batched_tokens=budget, max_num_seqs=24
+    )
+    expected = generate(plain, prompts, each, max_tokens=80)
+    with watching() as watch:
+        outputs = generate(trees, prompts, each, max_tokens=80)
+    assert tokens(outputs) == tokens(expected)
+    assert max(watch.lengths) > DEPTH  # no tree is as deep
 
 
 def test_nodes_that_break_the_grammar_cost_no_row(engines):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from vllm.v1.structured_output import ConstraintBounds
 
+from vllm_medusa.drafts import TreeDraftTokenIds
 from vllm_medusa.grammar import tree_bitmask, valid_drafts
 from vllm_medusa.tree import TokenTree
 
@@ -142,6 +143,17 @@ def test_requests_stand_one_behind_the_other():
     found = tree_bitmask(Manager(False), requests, ["2", "0", "1"], {"0": [1], "2": [-1, -1]}, tree)
     assert found[:, 0].tolist() == [bits([4]), -1, -1, bits([1]), bits([2]), bits([3])]
     assert tree_bitmask(Manager(False), requests, [], {}, tree) is None
+
+
+def test_drafts_may_be_a_chain():
+    tree = TokenTree.from_paths([[0], [1], [2], [3]])
+    manager, request = Manager(False), request_with(Grammar([[1, 2, 3]]))
+    assert valid_drafts(manager, request, [1, 2, 3, 4], tree) == [1]
+    note = TreeDraftTokenIds(["r", "gone"], [[1, 2, 3, 4], []], [True, True])
+    note.note({"r": request})
+    assert valid_drafts(manager, request, [1, 2, 3, 4], tree) == [1, 2, 3]
+    found = tree_bitmask(manager, {"r": request}, ["r"], {"r": [1, 2]}, tree)
+    assert found[:, 0].tolist() == [bits([1]), bits([2]), bits([3])]
 
 
 def test_drafts_without_a_grammar_stay():

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.sampling_params import SamplingParams, SamplingType
-from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.sampling_params import SamplingType
+from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.sample.logits_processor.builtin import (
     LogitBiasLogitsProcessor,
@@ -32,6 +32,7 @@ from vllm_medusa.attention.kernels import load_library, move_slots
 from vllm_medusa.bank import TreeBank
 from vllm_medusa.compaction import accepted_moves
 from vllm_medusa.drafter import MedusaDrafter
+from vllm_medusa.drafts import TreeDraftTokenIds
 from vllm_medusa.lookup import lookup
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.without_trees import reason_without_trees
@@ -209,8 +210,6 @@ class MedusaCPUModelRunner(CPUModelRunner):
         found = {
             index: lookup(batch.token_ids_cpu[index, : batch.num_tokens_no_spec[index]], num_nodes)
             for index in requests
-            # The engine core follows a grammar along the heads' tree (grammar.py).
-            if self._params(index).structured_outputs is None
         }
         return {index: tokens for index, tokens in found.items() if tokens}
 
@@ -221,14 +220,18 @@ class MedusaCPUModelRunner(CPUModelRunner):
         kept = {name: tree for name, tree in self.tree_of.items() if name in self.requests}
         self.tree_of = kept | new
 
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        drafts = super().take_draft_token_ids()
+        if drafts is None:
+            return None
+        are_chain = [self.tree_of.get(name) == LOOKUP_CHAIN for name in drafts.req_ids]
+        return TreeDraftTokenIds(drafts.req_ids, drafts.draft_token_ids, are_chain)
+
     def _can_speculate(self, index: int) -> bool:
         """Whether the request's rules can be followed along a path; if not it is served without
         trees."""
-        return reason_without_trees(self._params(index)) is None
-
-    def _params(self, index: int) -> SamplingParams:
-        """What the request at a place of the batch asks for."""
-        return self.requests[self.input_batch.req_ids[index]].sampling_params
+        params = self.requests[self.input_batch.req_ids[index]].sampling_params
+        return reason_without_trees(params) is None
 
 
 class _Target:
