@@ -30,6 +30,7 @@ class Grammar:
 
     def validate_tokens(self, tokens):
         assert not self.is_terminated()
+        assert all(token >= 0 for token in tokens)
         for length, token in enumerate(tokens):
             if token not in self.allowed(self.text + tokens[:length]):
                 return tokens[:length]
