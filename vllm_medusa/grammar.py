@@ -34,12 +34,10 @@ def valid_drafts(
 
     Args:
         manager: vLLM's manager of grammars.
-        request: the request, with or without a grammar.
+        request: a request with a grammar.
         drafts: tokens of the first nodes of the heads' tree, or of a chain (``drafts.py``).
         tree: the heads' tree.
     """
-    if not request.use_structured_output:
-        return drafts
     rows = [row for row, _ in _rows(manager, request, drafts, tree)]
     return drafts[: max(rows)]
 
@@ -94,13 +92,13 @@ def accept_one_by_one(
     Args:
         stock_accept: vLLM's own way.
         manager: vLLM's manager of grammars.
-        request: the request, with or without a grammar.
+        request: a request with a grammar.
         new_tokens: what was added.
 
     Returns:
         Whether the grammar allows them all.
     """
-    if not request.use_structured_output or not _has_begun(manager, request):
+    if not _has_begun(manager, request):
         return stock_accept(manager, request, new_tokens)
     return all(stock_accept(manager, request, [token]) for token in new_tokens)
 

@@ -12,10 +12,6 @@ from typing import Any
 import vllm
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine.input_processor import InputProcessor
-from vllm.v1.metrics.loggers import PrometheusStatLogger
-from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_medusa.manifest import check_seams, is_supported
 from vllm_medusa.options import options_from_engine_args
@@ -36,6 +32,7 @@ def register() -> None:
     _wrap_create_engine_config()
     _wrap_validate_spec_decode()
     _wrap_structured_outputs()
+    _wrap_update_draft_token_ids()
     _wrap_metrics()
 
 
@@ -114,23 +111,24 @@ def _wrap_validate_spec_decode() -> None:
 
 def _wrap_structured_outputs() -> None:
     """Let grammars follow the paths of a tree; vLLM takes a request's drafts for a chain."""
+    from vllm.v1.structured_output import StructuredOutputManager
+
     stock_validate = StructuredOutputManager.validate_tokens
     stock_bitmask = StructuredOutputManager.grammar_bitmask
     stock_accept = StructuredOutputManager.accept_tokens
 
+    # The first and the last are called for all requests, also for those without a grammar.
     @functools.wraps(stock_validate)
-    def validate_tokens(self: StructuredOutputManager, request: Any, spec_tokens: Any) -> Any:
+    def validate_tokens(self: Any, request: Any, spec_tokens: list[int]) -> list[int]:
         config = self.vllm_config.speculative_config
-        if not hasattr(config, "token_tree"):
+        if not (request.use_structured_output and hasattr(config, "token_tree")):
             return stock_validate(self, request, spec_tokens)
         from vllm_medusa.grammar import valid_drafts
 
         return valid_drafts(self, request, spec_tokens, config.token_tree)
 
     @functools.wraps(stock_bitmask)
-    def grammar_bitmask(
-        self: StructuredOutputManager, requests: Any, request_ids: Any, scheduled: Any
-    ) -> Any:
+    def grammar_bitmask(self: Any, requests: Any, request_ids: Any, scheduled: Any) -> Any:
         config = self.vllm_config.speculative_config
         if not hasattr(config, "token_tree"):
             return stock_bitmask(self, requests, request_ids, scheduled)
@@ -139,34 +137,43 @@ def _wrap_structured_outputs() -> None:
         return tree_bitmask(self, requests, request_ids, scheduled, config.token_tree)
 
     @functools.wraps(stock_accept)
-    def accept_tokens(self: StructuredOutputManager, request: Any, new_token_ids: Any) -> bool:
-        if not hasattr(self.vllm_config.speculative_config, "token_tree"):
+    def accept_tokens(self: Any, request: Any, new_token_ids: list[int]) -> bool:
+        config = self.vllm_config.speculative_config
+        if not (request.use_structured_output and hasattr(config, "token_tree")):
             return stock_accept(self, request, new_token_ids)
         from vllm_medusa.grammar import accept_one_by_one
 
         return accept_one_by_one(stock_accept, self, request, new_token_ids)
 
-    stock_update = Scheduler.update_draft_token_ids
-
-    @functools.wraps(stock_update)
-    def update_draft_token_ids(self: Scheduler, draft_token_ids: Any) -> None:
-        # Ours say of which requests they form a chain (drafts.py).
-        if hasattr(draft_token_ids, "are_chain"):
-            draft_token_ids.note(self.requests)
-        stock_update(self, draft_token_ids)
-
-    Scheduler.update_draft_token_ids = _mark(update_draft_token_ids)
     StructuredOutputManager.validate_tokens = _mark(validate_tokens)
     StructuredOutputManager.grammar_bitmask = _mark(grammar_bitmask)
     StructuredOutputManager.accept_tokens = _mark(accept_tokens)
 
 
+def _wrap_update_draft_token_ids() -> None:
+    """Note with the requests of which of them the drafts form a chain, where the runner says so."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    original = Scheduler.update_draft_token_ids
+
+    @functools.wraps(original)
+    def update_draft_token_ids(self: Any, draft_token_ids: Any) -> None:
+        if hasattr(draft_token_ids, "are_chain"):  # ours (drafts.py)
+            draft_token_ids.note(self.requests)
+        original(self, draft_token_ids)
+
+    Scheduler.update_draft_token_ids = _mark(update_draft_token_ids)
+
+
 def _wrap_metrics() -> None:
     """Count the requests that are served without trees."""
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
     stock_init, stock_process = PrometheusStatLogger.__init__, InputProcessor.process_inputs
 
     @functools.wraps(stock_init)
-    def __init__(self: PrometheusStatLogger, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         stock_init(self, vllm_config, *args, **kwargs)
         if hasattr(vllm_config.speculative_config, "token_tree"):
             from vllm_medusa.metrics import add_metrics
@@ -174,7 +181,7 @@ def _wrap_metrics() -> None:
             add_metrics(self)
 
     @functools.wraps(stock_process)
-    def process_inputs(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
+    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         request = stock_process(self, *args, **kwargs)
         if hasattr(self.vllm_config.speculative_config, "token_tree"):
             from vllm_medusa.metrics import count_request

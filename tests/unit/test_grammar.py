@@ -76,7 +76,6 @@ class Manager:
 def request_with(grammar):
     return SimpleNamespace(
         request_id="r",
-        use_structured_output=grammar is not None,
         structured_output_request=SimpleNamespace(grammar=grammar),
     )
 
@@ -155,12 +154,6 @@ def test_drafts_may_be_a_chain():
     assert valid_drafts(manager, request, [1, 2, 3, 4], tree) == [1, 2, 3]
     found = tree_bitmask(manager, {"r": request}, ["r"], {"r": [1, 2]}, tree)
     assert found[:, 0].tolist() == [bits([1]), bits([2]), bits([3])]
-
-
-def test_drafts_without_a_grammar_stay():
-    tree = random_tree(random.Random(2))
-    drafts = [1] * len(tree)
-    assert valid_drafts(Manager(False), request_with(None), drafts, tree) is drafts
 
 
 def test_nothing_is_drafted_behind_the_end():
