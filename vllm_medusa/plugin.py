@@ -1,7 +1,7 @@
 """Entry point ``vllm.general_plugins``: everything we change in vLLM, in one place.
 
 vLLM calls ``register`` in every process (front end, engine core, workers) and before it builds its
-command-line parser. Until a configuration asks for Medusa, all that happens is that six functions
+command-line parser. Until a configuration asks for Medusa, all that happens is that functions
 are wrapped by ones that look at the options and call the original. Each seam is listed with its
 reason in ``patches/``, and compared with the installed vLLM before the first use. Which releases
 and runners are then served is said in one place, ``support.SERVED``.
@@ -29,6 +29,10 @@ def register() -> None:
     if is_supported(installed_release()):
         after_import("vllm.sampling_params", _wrap_validate_spec_decode)
         after_import("vllm.config.vllm", _wrap_vllm_config)
+        after_import("vllm.v1.structured_output", _wrap_structured_outputs)
+        after_import("vllm.v1.core.sched.scheduler", _wrap_update_draft_token_ids)
+        after_import("vllm.v1.engine.input_processor", _wrap_input_processor)
+        after_import("vllm.v1.metrics.loggers", _wrap_loggers)
 
 
 def _wrap_engine_args() -> None:
@@ -169,3 +173,98 @@ def _wrap_scheduling() -> None:
         choose_scheduling(self, asked)
 
     VllmConfig.__post_init__ = _mark(__post_init__)
+
+
+def _follows_trees(config: Any) -> bool:
+    """Whether the runner says how a request's drafts hang together: V1 does. On V2 requests with a
+    grammar take one token per step, for which vLLM's own masks are right."""
+    return hasattr(config.speculative_config, "token_tree") and not config.use_v2_model_runner
+
+
+def _wrap_structured_outputs() -> None:
+    """Let grammars follow the paths of a tree; vLLM takes a request's drafts for a chain."""
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    stock_validate = StructuredOutputManager.validate_tokens
+    stock_bitmask = StructuredOutputManager.grammar_bitmask
+    stock_accept = StructuredOutputManager.accept_tokens
+
+    # The first and the last are called for all requests, also for those without a grammar.
+    @functools.wraps(stock_validate)
+    def validate_tokens(self: Any, request: Any, spec_tokens: list[int]) -> list[int]:
+        if not (request.use_structured_output and _follows_trees(self.vllm_config)):
+            return stock_validate(self, request, spec_tokens)
+        from vllm_medusa.grammar import valid_drafts
+
+        tree = self.vllm_config.speculative_config.token_tree
+        return valid_drafts(self, request, spec_tokens, tree)
+
+    @functools.wraps(stock_bitmask)
+    def grammar_bitmask(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _follows_trees(self.vllm_config):
+            return stock_bitmask(self, *args, **kwargs)
+        from vllm_medusa.grammar import tree_bitmask
+
+        return tree_bitmask(self, *args, self.vllm_config.speculative_config.token_tree)
+
+    @functools.wraps(stock_accept)
+    def accept_tokens(self: Any, request: Any, new_token_ids: list[int]) -> bool:
+        if not (request.use_structured_output and _follows_trees(self.vllm_config)):
+            return stock_accept(self, request, new_token_ids)
+        from vllm_medusa.grammar import accept_one_by_one
+
+        return accept_one_by_one(stock_accept, self, request, new_token_ids)
+
+    StructuredOutputManager.validate_tokens = _mark(validate_tokens)
+    StructuredOutputManager.grammar_bitmask = _mark(grammar_bitmask)
+    StructuredOutputManager.accept_tokens = _mark(accept_tokens)
+
+
+def _wrap_update_draft_token_ids() -> None:
+    """Note with the requests of which of them the drafts form a chain, where the runner says so."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    original = Scheduler.update_draft_token_ids
+
+    @functools.wraps(original)
+    def update_draft_token_ids(self: Any, draft_token_ids: Any) -> None:
+        if hasattr(draft_token_ids, "are_chain"):  # ours (drafts.py)
+            draft_token_ids.note(self.requests)
+        original(self, draft_token_ids)
+
+    Scheduler.update_draft_token_ids = _mark(update_draft_token_ids)
+
+
+def _wrap_loggers() -> None:
+    """Export the number of requests that are served without trees."""
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    original = PrometheusStatLogger.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, vllm_config, *args, **kwargs)
+        if hasattr(vllm_config.speculative_config, "token_tree"):
+            from vllm_medusa.metrics import add_metrics
+
+            add_metrics(self)
+
+    PrometheusStatLogger.__init__ = _mark(__init__)
+
+
+def _wrap_input_processor() -> None:
+    """Count the requests that are served without trees."""
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    original = InputProcessor.process_inputs
+
+    @functools.wraps(original)
+    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = original(self, *args, **kwargs)
+        if hasattr(self.vllm_config.speculative_config, "token_tree"):
+            from vllm_medusa.metrics import count_request
+
+            count_request(request.sampling_params)
+        return request
+
+    InputProcessor.process_inputs = _mark(process_inputs)

@@ -1,5 +1,6 @@
 """The demo's model behind the real server, with its heads."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,9 +22,15 @@ def model() -> Path:
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[Server]:
     """`vllm serve` with Medusa; stopped as by Ctrl-C, which must end it cleanly."""
+    # The strings let requests have a thinking budget.
+    thinking = {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
     server = Server(
-        model, ["--speculative-model", f"medusa:{HEADS}", "--spec-tokens", "7", *OPTIONS]
-    )
+        model,
+        [
+            "--speculative-model", f"medusa:{HEADS}", "--spec-tokens", "7",
+            "--reasoning-config", json.dumps(thinking), *OPTIONS,
+        ],
+    )  # fmt: skip
     server.start()
     yield server
     server.stop()

@@ -92,18 +92,55 @@ def test_seeded_sampling_and_several_choices(server):
     assert ask() == first
 
 
-def test_structured_output_is_served_without_trees(server):
+PEOPLE = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 20},
+            "age": {"type": "integer", "minimum": 1, "maximum": 99},
+            "city": {"type": "string", "maxLength": 20},
+        },
+        "required": ["name", "age", "city"],
+        "additionalProperties": False,
+    },
+    "minItems": 3,
+    "maxItems": 3,
+}
+
+
+def test_structured_output_is_served_with_trees(server):
     client = OpenAI(base_url=server.base_url, api_key="unused")
-    before = metric(server, "vllm:spec_decode_num_drafts_total")
+    names = ("vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total")
+    before = [metric(server, name) for name in names]
     answer = client.chat.completions.create(
         model=server.name,
-        messages=[{"role": "user", "content": "Is water wet?"}],
-        max_tokens=8,
+        messages=[{"role": "user", "content": "Invent three people, as JSON."}],
+        max_tokens=200,
         temperature=0.0,
-        extra_body={"structured_outputs": {"choice": ["yes", "no"]}},
+        extra_body={"structured_outputs": {"json": PEOPLE}},
     )
-    assert answer.choices[0].message.content in ("yes", "no")
-    assert metric(server, "vllm:spec_decode_num_drafts_total") == before
+    people = json.loads(answer.choices[0].message.content)
+    assert [set(person) for person in people] == [{"name", "age", "city"}] * 3
+    drafts, accepted = (metric(server, name) - old for name, old in zip(names, before, strict=True))
+    assert 1 + accepted / drafts > 1.3
+
+
+def test_requests_without_trees_are_counted(server):
+    client = OpenAI(base_url=server.base_url, api_key="unused")
+    names = ("vllm:medusa_requests_without_trees_total", "vllm:spec_decode_num_drafts_total")
+    before = [metric(server, name) for name in names]
+    for number in (1, 2):
+        client.chat.completions.create(
+            model=server.name,
+            messages=[{"role": "user", "content": "Is water wet?"}],
+            max_tokens=8,
+            n=number,
+            extra_body={"thinking_token_budget": 4},
+        )
+    counted, drafts = (metric(server, name) - old for name, old in zip(names, before, strict=True))
+    assert counted == 3
+    assert drafts == 0
 
 
 def test_example_client(server):

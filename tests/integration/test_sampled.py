@@ -325,7 +325,7 @@ WORDS = {
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_rules_in_words(temperature, with_tokenizer):
-    """Rules that need a tokenizer. Requests with a grammar get no trees and disturb no others."""
+    """Rules that need a tokenizer."""
     plain, trees = with_tokenizer
     prompts = make_prompts(3 * len(WORDS), VOCAB, seed=12)
     each = [{"temperature": temperature, "seed": number} for number in range(len(prompts))]

@@ -9,6 +9,10 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.integration.generation import make_prompts
 from tests.integration.tiny import VOCAB
@@ -93,6 +97,12 @@ def test_registering_again_changes_nothing():
         (EngineArgs, "create_speculative_config"),
         (EngineArgs, "create_engine_config"),
         (SamplingParams, "_validate_spec_decode"),
+        (Scheduler, "update_draft_token_ids"),
+        (StructuredOutputManager, "validate_tokens"),
+        (StructuredOutputManager, "grammar_bitmask"),
+        (StructuredOutputManager, "accept_tokens"),
+        (PrometheusStatLogger, "__init__"),
+        (InputProcessor, "process_inputs"),
     )
     before = [getattr(owner, name) for owner, name in seams]
     register()

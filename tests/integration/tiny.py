@@ -73,6 +73,43 @@ def add_tokenizer(folder: Path) -> Path:
     return folder
 
 
+# Tokens of the byte-level tokenizer that a reasoning parser looks for.
+THINK, END_OF_THINKING = 3, 4
+
+
+def add_byte_tokenizer(folder: Path) -> Path:
+    """Save a byte-level tokenizer beside a model, as grammars want it.
+
+    Tokens 5 to 126 are the bytes; those behind are pieces of JSON of several characters, so that a
+    token can end one part of a grammar and begin the next.
+    """
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    signs = bytes_to_unicode()
+    words = ["<unk>", "<s>", "</s>", "<think>", "</think>"]
+    special, pieces = list(words), [bytes([byte]) for byte in range(len(words), 127)]
+    pieces += [piece.encode() for piece in JSON_PIECES]
+    pieces += [str(number).encode() for number in range(10, 100)]
+    words += ["".join(signs[byte] for byte in piece) for piece in pieces]
+    words += [signs[byte] for byte in range(0x80, 0x80 + VOCAB - len(words))]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
+    return folder
+
+
+JSON_PIECES = [
+    '{"', '"}', '":', '": ', '", ', '","', '":"', '},', "],", "[[", "[]", "{}", "true", "false",
+    "null", ' "', '["', '"]', "ab", "ba", "aab", "\u00e9",
+]  # fmt: skip
+
+
 def make_heads(
     folder: Path,
     num_heads: int,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingType
-from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.sample.logits_processor.builtin import (
     LogitBiasLogitsProcessor,
@@ -32,8 +32,10 @@ from vllm_medusa.attention.cpu import TreeCPUAttentionMetadataBuilder
 from vllm_medusa.attention.layers import check_attention_layers, check_one_group
 from vllm_medusa.bank import TreeBank
 from vllm_medusa.drafter import MedusaDrafter
+from vllm_medusa.drafts import TreeDraftTokenIds
 from vllm_medusa.lookup import lookup
 from vllm_medusa.tree import TokenTree
+from vllm_medusa.without_trees import reason_without_trees
 
 NO_LIMIT = 2**31 - 1
 
@@ -211,11 +213,18 @@ class MedusaCPUModelRunner(CPUModelRunner):
         kept = {name: tree for name, tree in self.tree_of.items() if name in self.requests}
         self.tree_of = kept | new
 
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        drafts = super().take_draft_token_ids()
+        if drafts is None:
+            return None
+        are_chain = [self.tree_of.get(name) == LOOKUP_CHAIN for name in drafts.req_ids]
+        return TreeDraftTokenIds(drafts.req_ids, drafts.draft_token_ids, are_chain)
+
     def _can_speculate(self, index: int) -> bool:
         """Whether the request's rules can be followed along a path; if not it is served without
         trees."""
         params = self.requests[self.input_batch.req_ids[index]].sampling_params
-        return params is not None and params.structured_outputs is None and not _has_budget(params)
+        return reason_without_trees(params) is None
 
 
 class _Target:
