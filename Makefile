@@ -39,6 +39,10 @@ steps: setup ## measure what a step costs by tree size, into docs/steps.md
 	@$(CPU_ENV) && VLLM_LOGGING_LEVEL=WARNING $(PYTHON_VENV) benchmarks/step_time.py \
 		"$$($(PYTHON_VENV) -m vllm_medusa.demo.model)" "$(HEADS)" --output docs
 
+.PHONY: communication
+communication: setup ## count what ranks send each other in a step, into docs/ray.md
+	@$(PYTHON_VENV) -m vllm_medusa.bench.communication docs/ray.md
+
 # What `make heads` trained the shipped heads with: first with one block per head, then further with
 # three. The work folder is kept in .cache.
 TRAIN := --work .cache/heads.work --dtype bfloat16 --tokens 1200000 --draft-vocab 8192 --distill 0.5 \

@@ -76,7 +76,7 @@ def _wrap_create_speculative_config() -> None:
 
 
 def _wrap_create_engine_config() -> None:
-    """Refuse what is not supported once the whole configuration is known; choose our worker."""
+    """Refuse what is not supported once the whole configuration is known; choose our classes."""
     original = EngineArgs.create_engine_config
 
     @functools.wraps(original)
@@ -85,10 +85,11 @@ def _wrap_create_engine_config() -> None:
         # Ours is the only speculative config with a token tree. Asked by name, so that a process
         # that does not use Medusa imports nothing of it.
         if hasattr(config.speculative_config, "token_tree"):
-            from vllm_medusa.support import check_supported, choose_worker
+            from vllm_medusa.support import check_supported, choose_executor, choose_worker
 
             check_supported(config)
             choose_worker(config)
+            choose_executor(config)
         return config
 
     EngineArgs.create_engine_config = _mark(create_engine_config)
