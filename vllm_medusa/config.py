@@ -114,6 +114,9 @@ def speculative_config_from_options(
             f"--speculative-model {PREFIX}FOLDER"
         )
     heads = str(heads).removeprefix(PREFIX)
+    if (folder := Path(heads).expanduser()).is_dir():
+        # Workers may have another working folder, and other users.
+        heads = str(folder.absolute())
     if not isinstance(options.get("lookup", True), bool):
         raise ValueError(f"lookup is {options['lookup']!r}: expected true or false")
     # All checks come before the config is built: its own errors would be wrapped by pydantic's.

@@ -98,7 +98,7 @@ def _wrap_create_speculative_config() -> None:
 
 
 def _wrap_create_engine_config() -> None:
-    """Refuse what is not supported once the whole configuration is known; choose our worker."""
+    """Refuse what is not supported once the whole configuration is known; choose our classes."""
     from vllm.engine.arg_utils import EngineArgs
 
     original = EngineArgs.create_engine_config
@@ -109,10 +109,11 @@ def _wrap_create_engine_config() -> None:
         # Ours is the only speculative config with a token tree. Asked by name, so that a process
         # that does not use Medusa imports nothing of it.
         if hasattr(config.speculative_config, "token_tree"):
-            from vllm_medusa.support import check_supported, choose_worker
+            from vllm_medusa.support import check_supported, choose_executor, choose_worker
 
             check_supported(config)
             choose_worker(config)
+            choose_executor(config)
         return config
 
     EngineArgs.create_engine_config = _mark(create_engine_config)
@@ -200,12 +201,14 @@ def _wrap_structured_outputs() -> None:
         return valid_drafts(self, request, spec_tokens, tree)
 
     @functools.wraps(stock_bitmask)
-    def grammar_bitmask(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def grammar_bitmask(self: Any, requests: Any, request_ids: Any, *args: Any) -> Any:
         if not _follows_trees(self.vllm_config):
-            return stock_bitmask(self, *args, **kwargs)
+            return stock_bitmask(self, requests, request_ids, *args)
         from vllm_medusa.grammar import tree_bitmask
 
-        return tree_bitmask(self, *args, self.vllm_config.speculative_config.token_tree)
+        (scheduled,) = args
+        tree = self.vllm_config.speculative_config.token_tree
+        return tree_bitmask(self, requests, request_ids, scheduled, tree)
 
     @functools.wraps(stock_accept)
     def accept_tokens(self: Any, request: Any, new_token_ids: list[int]) -> bool:

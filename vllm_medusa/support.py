@@ -4,7 +4,8 @@ built."""
 import os
 from collections.abc import Iterator
 
-from vllm.config import VllmConfig
+import vllm.envs as envs
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.executor.abstract import Executor
 
@@ -66,6 +67,14 @@ def choose_scheduling(config: VllmConfig, asked: bool | None) -> None:
     """
     can = config.use_v2_model_runner and Executor.get_class(config).supports_async_scheduling()
     config.scheduler_config.async_scheduling = bool(can if asked is None else asked)
+
+
+def choose_executor(config: VllmConfig) -> None:
+    """Have vLLM's Ray executor look at the nodes before it starts workers there."""
+    if config.parallel_config.distributed_executor_backend == "ray":
+        from vllm_medusa.cluster.executor import MedusaRayExecutor
+
+        config.parallel_config.distributed_executor_backend = MedusaRayExecutor
 
 
 def _problems(config: VllmConfig) -> Iterator[str]:
@@ -150,13 +159,19 @@ def _engine_problems(config: VllmConfig) -> Iterator[str]:
     if is_chosen and cache.block_size % 32:
         yield f"block size {cache.block_size}: use a multiple of 32; the default is 128"
     if parallel.pipeline_parallel_size > 1:
-        yield f"pipeline parallel size {parallel.pipeline_parallel_size}: use tensor parallelism"
+        yield (
+            f"pipeline parallel size {parallel.pipeline_parallel_size}: only the last stage has "
+            "the hidden states that heads read, and the tree's positions and masks would be needed "
+            "on every stage. Use tensor parallelism"
+        )
     if parallel.data_parallel_size > 1:
-        yield f"data parallel size {parallel.data_parallel_size}: start separate servers"
+        yield (
+            f"data parallel size {parallel.data_parallel_size}: replicas of a model without "
+            "experts share nothing. Start separate servers, or Ray Serve (examples/ray_serve.py)"
+        )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "context parallelism"
-    if parallel.distributed_executor_backend not in (None, "mp", "uni"):
-        yield f"executor {parallel.distributed_executor_backend!r}: tested are 'mp' and 'uni'"
+    yield from _executor_problems(parallel)
     if parallel.worker_cls not in (*WORKERS, *WORKERS.values()):
         yield f"worker class {parallel.worker_cls}: medusa needs its own, leave --worker-cls out"
     off = {
@@ -175,3 +190,19 @@ def _engine_problems(config: VllmConfig) -> Iterator[str]:
     for feature, is_on in off.items():
         if is_on:
             yield f"{feature}: not supported, leave it out"
+
+
+def _executor_problems(parallel: ParallelConfig) -> Iterator[str]:
+    backend = parallel.distributed_executor_backend
+    if backend not in (None, "mp", "uni", "ray"):
+        yield f"executor {backend!r}: tested are 'mp', 'uni' and 'ray'"
+    if backend != "ray":
+        return
+    if not current_platform.ray_device_key:
+        yield (
+            f"executor 'ray': vLLM runs no Ray workers on platform {current_platform.device_name}. "
+            "On one machine leave --distributed-executor-backend out; replicas on a cluster start "
+            "with Ray Serve (examples/ray_serve.py)"
+        )
+    if not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
+        yield "vLLM's older Ray executor: unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND"

@@ -227,7 +227,9 @@ def test_unsupported_targets_are_refused(config, architecture, words, heads, tmp
     ("engine", "words"),
     [
         ({"kv_cache_dtype": "fp8"}, "KV cache type 'fp8'"),
-        ({"pipeline_parallel_size": 2}, "pipeline parallel size 2"),
+        ({"pipeline_parallel_size": 2}, "pipeline parallel size 2: only the last stage"),
+        ({"data_parallel_size": 2}, "data parallel size 2"),
+        ({"distributed_executor_backend": "ray"}, "runs no Ray workers on platform cpu"),
         ({"enable_lora": True, "max_num_batched_tokens": 8192}, "LoRA"),
         ({"kv_cache_dtype": "bfloat16"}, "KV cache type 'bfloat16'"),
         ({"block_size": 48}, "block size 48"),

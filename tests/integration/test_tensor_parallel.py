@@ -7,10 +7,9 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from tests.integration.generation import generate, make_prompts, tokens
-from tests.integration.tiny import HIDDEN, VOCAB
+from tests.integration.tiny import VOCAB, idle_heads, make_repeating_model, save_heads
 
 # Runs in a process of its own: worker processes are spawned, and threads bound, per engine.
 SCRIPT = """
@@ -58,30 +57,9 @@ def run_two_ranks(folder, model, options, prompts):
     return json.loads(lines[0].removeprefix("RESULT "))
 
 
-def save_heads(folder, tensors, config):
-    folder.mkdir()
-    save_file(tensors, folder / "medusa_lm_head.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A target that tends to repeat its last token: then heads that do nothing guess well."""
-    import transformers
-
-    from tests.integration.tiny import make_model
-
-    folder = make_model(tmp_path_factory.mktemp("repeats"))
-    target = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        # A strong identity from embedding to output, weakened layers between.
-        for layer in target.model.layers:
-            layer.self_attn.o_proj.weight *= 0.07
-            layer.mlp.down_proj.weight *= 0.07
-        target.lm_head.weight.copy_(target.model.embed_tokens.weight)
-    target.save_pretrained(folder)
-    return folder
+    return make_repeating_model(tmp_path_factory.mktemp("repeats"))
 
 
 @pytest.fixture(scope="module")
@@ -89,17 +67,11 @@ def prompts():
     return make_prompts(8, VOCAB, longest=40)
 
 
-def shared_heads():
-    zero = torch.zeros(HIDDEN, HIDDEN)
-    tensors = {f"{head}.0.linear.weight": zero.clone() for head in range(2)}
-    return tensors | {f"{head}.0.linear.bias": torch.zeros(HIDDEN) for head in range(2)}
-
-
 def own_lm_heads(model):
     from transformers import AutoModelForCausalLM
 
     weight = AutoModelForCausalLM.from_pretrained(model).lm_head.weight.detach()
-    return shared_heads() | {f"{head}.1.weight": weight.clone() for head in range(2)}
+    return idle_heads(2) | {f"{head}.1.weight": weight.clone() for head in range(2)}
 
 
 @pytest.mark.parametrize(
@@ -109,13 +81,13 @@ def test_two_ranks(kind, model, prompts, engine, tmp_path):
     if kind == "own LM heads":
         tensors, config = own_lm_heads(model), {}
     else:
-        tensors, config = shared_heads(), {"version": "2"}
+        tensors, config = idle_heads(2), {"version": "2"}
         if kind == "draft vocabulary":  # most of it in the second rank's part
             tensors["token_map"] = torch.cat([torch.arange(3, 40), torch.arange(100, VOCAB)])
         if kind == "one rank's vocabulary":  # nothing of it in the first rank's part
             tensors["token_map"] = torch.arange(VOCAB // 2, VOCAB)
     config |= {"medusa_num_heads": 2, "medusa_num_layers": 1}
-    heads = save_heads(tmp_path / "heads", tensors, config)
+    heads = save_heads(tmp_path / "heads", tensors, **config)
     tree = [[0], [1], [0, 0], [2], [0, 1], [1, 0], [3]]
     config = {"method": "medusa", "model": str(heads), "tree": tree, "lookup": False}
     options = {"speculative_config": config}

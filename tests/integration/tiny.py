@@ -1,5 +1,6 @@
 """Tiny target models with random weights, and heads for them, made by the tests."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -54,6 +55,21 @@ def make_model(
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
+    return folder
+
+
+def make_repeating_model(folder: Path) -> Path:
+    """Save a target that tends to repeat its last token: then heads that do nothing guess well."""
+    import transformers
+
+    target = transformers.AutoModelForCausalLM.from_pretrained(make_model(folder))
+    with torch.no_grad():
+        # A strong identity from embedding to output, weakened layers between.
+        for layer in target.model.layers:
+            layer.self_attn.o_proj.weight *= 0.07
+            layer.mlp.down_proj.weight *= 0.07
+        target.lm_head.weight.copy_(target.model.embed_tokens.weight)
+    target.save_pretrained(folder)
     return folder
 
 
@@ -133,4 +149,22 @@ def make_heads(
     (folder / "config.json").write_text(
         f'{{"version": "2", "medusa_num_heads": {num_heads}, "medusa_num_layers": 1}}'
     )
+    return folder
+
+
+def idle_heads(num_heads: int) -> dict[str, torch.Tensor]:
+    """Tensors of heads that do nothing, in the format "version": "2": they guess what the target
+    says next once more."""
+    tensors = {}
+    for head in range(num_heads):
+        tensors[f"{head}.0.linear.weight"] = torch.zeros(HIDDEN, HIDDEN)
+        tensors[f"{head}.0.linear.bias"] = torch.zeros(HIDDEN)
+    return tensors
+
+
+def save_heads(folder: Path, tensors: dict[str, torch.Tensor], **config: object) -> Path:
+    """Save tensors and config of heads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "medusa_lm_head.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
     return folder

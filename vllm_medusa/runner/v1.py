@@ -27,6 +27,7 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_medusa.acceptance import NO_TOKEN, AcceptedPaths, walk
+from vllm_medusa.agreement import decide_once
 from vllm_medusa.attention.backends import CPUSlotMover, tree_attention
 from vllm_medusa.attention.cpu import TreeCPUAttentionMetadataBuilder
 from vllm_medusa.attention.layers import check_attention_layers, check_one_group
@@ -130,12 +131,12 @@ class MedusaCPUModelRunner(CPUModelRunner):
             # With speculation it expects a row per draft; the walk hands it one row per request.
             holder.in_spec_mode = False
         target = _Target(self, logits, first_rows)
-        paths = walk(
-            target.draw,
-            draft_tokens,
-            self.bank.parents[self._trees(num_reqs), :width],
-            active,
-            target.max_steps(),
+        parents = self.bank.parents[self._trees(num_reqs), :width]
+        paths = decide_once(
+            lambda: walk(target.draw, draft_tokens, parents, active, target.max_steps()),
+            num_reqs,
+            width + 1,
+            self.device,
         )
         target.close()
         self.last_rows = first_rows + paths.last_rows

@@ -1,0 +1,150 @@
+"""Tensor parallelism over a Ray cluster of two nodes: what one process gives, and clear errors."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.generation import generate, make_prompts, tokens
+from tests.integration.ray_cluster import ray_cluster
+from tests.integration.ray_generate import SEED
+from tests.integration.tiny import (
+    HIDDEN,
+    VOCAB,
+    idle_heads,
+    make_heads,
+    make_repeating_model,
+    save_heads,
+)
+from vllm_medusa import __version__
+from vllm_medusa.bench.communication import Target, step_collectives
+from vllm_medusa.tree import TokenTree
+
+SCRIPT = str(Path(__file__).with_name("ray_generate.py"))
+TREE = [[0], [1], [0, 0], [2], [0, 1], [1, 0], [3]]
+ENGINE = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "skip_tokenizer_init": True,
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+}
+
+
+def medusa(heads):
+    return {"method": "medusa", "model": str(heads), "tree": TREE, "lookup": False}
+
+
+def run(cluster, model, heads, prompts=(), tensor_parallel_size=2, **environment):
+    engine = ENGINE | {"speculative_config": medusa(heads)}
+    engine["tensor_parallel_size"] = tensor_parallel_size
+    arguments = {"model": str(model), "engine": engine, "prompts": prompts}
+    environment = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", **environment}
+    return cluster.run([SCRIPT, json.dumps(arguments)], **environment)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_repeating_model(tmp_path_factory.mktemp("repeats"))
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("heads")
+    return save_heads(folder, idle_heads(2), version="2", medusa_num_heads=2, medusa_num_layers=1)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return make_prompts(6, VOCAB, longest=40)
+
+
+@pytest.fixture(scope="module")
+def on_ray(model, heads, prompts):
+    """What an engine with two ranks on two nodes gave."""
+    with ray_cluster({}, {}) as cluster:
+        result = run(cluster, model, heads, prompts, VLLM_ENABLE_V1_MULTIPROCESSING="1")
+        nodes = cluster.nodes
+    lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, result.stdout[-3000:] + result.stderr[-6000:]
+    return json.loads(lines[0].removeprefix("RESULT ")) | {"nodes": nodes}
+
+
+def test_a_worker_of_ours_on_each_node(on_ray):
+    assert sorted(node for node, _ in on_ray["where"]) == sorted(on_ray["nodes"])
+    assert {worker for _, worker in on_ray["where"]} == {"MedusaCPUWorker"}
+    assert on_ray["plugin"] == [True, True]
+
+
+def test_the_text_of_one_process(on_ray, model, heads, prompts, engine):
+    one_process = engine(model, speculative_config=medusa(heads))
+    assert on_ray["greedy"] == tokens(generate(one_process, prompts, max_tokens=48))
+    assert on_ray["greedy"] == tokens(generate(engine(model), prompts, max_tokens=48))
+    expected = []
+    for prompt in prompts:
+        torch.manual_seed(SEED)
+        expected += tokens(generate(one_process, [prompt], temperature=0.8, max_tokens=24))
+    assert on_ray["sampled"] == expected
+
+
+def test_one_rank_decides(on_ray):
+    """Ranks whose random numbers differ keep the same tokens, those of the first."""
+    assert on_ray["sampled, ranks seeded differently"] == on_ray["sampled"]
+    kept = [
+        [(step["tokens"], step["rows"]) for step in steps if step["tokens"]]
+        for steps in on_ray["steps, sampled"]
+    ]
+    assert kept[0] == kept[1]
+    accepted = [sum(token >= 0 for token in step[0][0]) - 1 for step in kept[0]]
+    assert max(accepted) > 0
+
+
+def test_what_ranks_send_each_other(on_ray):
+    """The collectives of a step are those that docs/ray.md counts."""
+    target = Target("tiny", layers=2, hidden=HIDDEN, vocab=VOCAB, bytes_per_number=4)
+    tree = TokenTree.from_paths(TREE)
+    expected = [list(one) for one in step_collectives(target, 2, requests=1, tree=tree)]
+    for steps in on_ray["steps, greedy"]:
+        decoded = [step["collectives"] for step in steps if step["collectives"]]
+        with_tree = [found for found in decoded if found[0][1] == expected[0][1]]
+        assert len(with_tree) > 5
+        assert all(found == expected for found in with_tree)
+
+
+def test_every_node_that_lacks_something_is_named(model, heads, tmp_path):
+    """One node has all, one no plugin, one no heads, and one other heads of the same name."""
+    for home, found in ("all", heads), ("other", make_heads(tmp_path / "heads", 2)):
+        put_into_cache(tmp_path / home, found)
+    all_there = {"HF_HOME": str(tmp_path / "all")}
+    lacking = [
+        all_there | {"TEST_RAY_MISSING_PACKAGES": "vllm_medusa"},
+        {"HF_HOME": str(tmp_path / "nothing")},
+        {"HF_HOME": str(tmp_path / "other")},
+    ]
+    with ray_cluster(all_there, *lacking) as cluster:
+        result = run(cluster, model, "someone/heads", tensor_parallel_size=4, **all_there)
+        good, no_plugin, no_heads, other_heads = cluster.nodes
+    assert result.returncode != 0
+    message = result.stderr[result.stderr.rindex("medusa cannot start on this Ray cluster:") :]
+    assert good not in message
+    lines = message.splitlines()
+    for node, words in {
+        no_plugin: ["vllm-medusa is not installed", f"pip install vllm-medusa=={__version__}"],
+        no_heads: ['medusa heads "someone/heads": not a folder', "give a hub id that every node"],
+        other_heads: ["the heads differ", "medusa_lm_head.safetensors", "Copy the heads to"],
+    }.items():
+        (line,) = [line for line in lines if f"node 127.0.0.1 (Ray node id {node})" in line]
+        for word in words:
+            assert word in line
+
+
+def put_into_cache(home, heads):
+    """Lay heads into the hub's cache as the repository someone/heads."""
+    repository = home / "hub" / "models--someone--heads"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    for file in heads.iterdir():
+        (snapshot / file.name).write_bytes(file.read_bytes())
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)

@@ -1,0 +1,1 @@
+"""Serving on a Ray cluster: whether its nodes have what the workers will need."""
