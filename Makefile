@@ -13,7 +13,7 @@ ARGS ?=
 .PHONY: help
 help: ## list the targets
 	@echo "Targets (the first that needs .venv makes it):"
-	@sed -n 's/^\([a-z]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 .PHONY: setup
 setup: ## make .venv and install everything into it
@@ -65,6 +65,19 @@ serve: setup ## serve the demo's model with Medusa on PORT (8000) until Ctrl-C
 .PHONY: test
 test: setup ## run the tests
 	@$(CPU_ENV) && $(PYTHON_VENV) -m pytest tests/unit tests/integration tests/e2e $(ARGS)
+	@$(MAKE) test-v2
+
+# Triton's interpreter changes what vLLM does all over a process (tests/triton_interpreter.py), so
+# these run in processes of their own. 5: ARGS select none of them.
+V2_TESTS := tests/integration/test_greedy.py tests/integration/test_greedy_schedules.py \
+	tests/integration/test_kv_cache.py tests/integration/test_sampled.py \
+	tests/integration/test_v2_runner.py tests/integration/test_triton_attention.py
+
+.PHONY: test-v2
+test-v2: setup ## run the tests of GPU kernels and of vLLM's V2 runner, in Triton's interpreter
+	@$(CPU_ENV) && { $(PYTHON_VENV) -m pytest tests/unit_triton $(ARGS) || [ $$? = 5 ]; }
+	@$(CPU_ENV) && { VLLM_USE_V2_MODEL_RUNNER=1 $(PYTHON_VENV) -m pytest $(V2_TESTS) $(ARGS) || \
+		[ $$? = 5 ]; }
 
 .PHONY: releases
 releases: setup ## fetch the source of vLLM releases that are not installed, for the tests (350 MB each)

@@ -28,7 +28,9 @@ class SlotMover:
                 "medusa needs the same KV cache layout in all layers, [blocks, kv_heads, "
                 f"block_size, 2 x head_size]; found {sorted(map(str, layouts))}"
             )
-        self.cache = first
+        # Not a view of the caches: vLLM frees them while we are still there.
+        self.dtype = first.new_empty(0)
+        self.shape, self.strides = first.shape, first.stride()
         self.addresses = torch.tensor(
             [cache.data_ptr() for cache in kv_caches], dtype=torch.int64, device=first.device
         )
@@ -42,18 +44,15 @@ class SlotMover:
             first_rows: int64 [B], index into ``slots`` of each request's root.
         """
         num_requests, num_steps = paths.rows.shape
-        cache = self.cache
-        _, num_heads, block_size, width = cache.shape
+        _, num_heads, block_size, width = self.shape
         _move_kernel[(len(self.addresses), num_requests, num_heads)](
             self.addresses,
-            cache,
+            self.dtype,
             paths.tokens,
             paths.rows,
             slots,
             first_rows,
-            cache.stride(0),
-            cache.stride(1),
-            cache.stride(2),
+            *self.strides[:3],
             BLOCK_SIZE=block_size,
             WIDTH=width,
             STEPS=num_steps,
@@ -64,7 +63,7 @@ class SlotMover:
 @triton.jit
 def _move_kernel(
     addresses_ptr,  # [layers]
-    cache_ptr,  # for its type
+    dtype_ptr,  # for its type
     tokens_ptr,  # [B, STEPS]
     rows_ptr,  # [B, STEPS]
     slots_ptr,  # [tokens]
@@ -79,7 +78,7 @@ def _move_kernel(
 ):
     request = tl.program_id(1)
     head = tl.program_id(2)
-    cache = tl.load(addresses_ptr + tl.program_id(0)).to(cache_ptr.dtype)
+    cache = tl.load(addresses_ptr + tl.program_id(0)).to(dtype_ptr.dtype)
     cache += head * head_stride
     first = tl.load(first_rows_ptr + request)
     column = tl.arange(0, BLOCK)

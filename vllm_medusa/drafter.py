@@ -65,6 +65,9 @@ class MedusaDrafter:
         self.tree: TokenTree = self.config.token_tree
         # Levels of the tree's first n nodes, by n: a batch-size schedule asks for several sizes.
         self.levels: dict[int, list[Level]] = {}
+        schedule = self.config.num_speculative_tokens_per_batch_size or []
+        for num_nodes in {len(self.tree), *(nodes for _, _, nodes in schedule)} - {0}:
+            self._levels(num_nodes)
 
     def load_model(self, target: nn.Module) -> None:
         """Load the heads; called by the runner once the target is loaded."""
@@ -76,6 +79,11 @@ class MedusaDrafter:
             self.model_config,
             num_heads=self.tree.depth,
         ).to(self.device)
+
+    def _levels(self, num_nodes: int) -> list[Level]:
+        if num_nodes not in self.levels:
+            self.levels[num_nodes] = levels_of(self.tree.prefix(num_nodes), self.device)
+        return self.levels[num_nodes]
 
     def propose(
         self, hidden_states: torch.Tensor, roots: torch.Tensor, num_nodes: int
@@ -91,9 +99,7 @@ class MedusaDrafter:
         Returns:
             Token ids, int64 [B, num_nodes].
         """
-        if num_nodes not in self.levels:
-            self.levels[num_nodes] = levels_of(self.tree.prefix(num_nodes), self.device)
-        levels = self.levels[num_nodes]
+        levels = self._levels(num_nodes)
         rows = roots.new_empty(roots.shape[0], 1 + num_nodes)
         rows[:, 0] = roots
         if self.heads.info.is_sequential:

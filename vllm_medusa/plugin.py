@@ -1,7 +1,7 @@
 """Entry point ``vllm.general_plugins``: everything we change in vLLM, in one place.
 
 vLLM calls ``register`` in every process (front end, engine core, workers) and before it builds its
-command-line parser. Until a configuration asks for Medusa, all that happens is that five functions
+command-line parser. Until a configuration asks for Medusa, all that happens is that six functions
 are wrapped by ones that look at the options and call the original. Each seam is listed with its
 reason in ``patches/``, and compared with the installed vLLM before the first use. Which releases
 and runners are then served is said in one place, ``support.SERVED``.
@@ -33,6 +33,7 @@ def register() -> None:
     _wrap_create_engine_config()
     _wrap_validate_spec_decode()
     _wrap_unsupported_features()
+    _wrap_scheduling()
 
 
 def _mark(wrapper: Any) -> Any:
@@ -87,20 +88,14 @@ def _wrap_create_engine_config() -> None:
 
     @functools.wraps(original)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
-        if options_from_engine_args(self) is None:
-            return original(self, *args, **kwargs)
-        # vLLM knows by name which methods can be scheduled ahead, and refuses others or turns it
-        # off. Ours can on the V2 runner, so it is left open here and settled below.
-        asked, self.async_scheduling = self.async_scheduling, None
-        try:
-            config = original(self, *args, **kwargs)
-        finally:
-            self.async_scheduling = asked
-        from vllm_medusa.support import check_supported, choose_scheduling, choose_worker
+        config = original(self, *args, **kwargs)
+        # Ours is the only speculative config with a token tree. Asked by name, so that a process
+        # that does not use Medusa imports nothing of it.
+        if hasattr(config.speculative_config, "token_tree"):
+            from vllm_medusa.support import check_supported, choose_worker
 
-        choose_scheduling(config, asked)
-        check_supported(config)
-        choose_worker(config)
+            check_supported(config)
+            choose_worker(config)
         return config
 
     EngineArgs.create_engine_config = _mark(create_engine_config)
@@ -132,3 +127,26 @@ def _wrap_unsupported_features() -> None:
     VllmConfig._get_v2_model_runner_unsupported_features = _mark(
         _get_v2_model_runner_unsupported_features
     )
+
+
+def _wrap_scheduling() -> None:
+    """Let requests be scheduled ahead of the device on the V2 runner.
+
+    vLLM knows by name which speculation can be, refuses it to others or turns it off. The whole
+    configuration may be built anew from a finished one, so this is settled wherever it is built.
+    """
+    original = VllmConfig.__post_init__
+
+    @functools.wraps(original)
+    def __post_init__(self: VllmConfig) -> None:
+        if not hasattr(self.speculative_config, "token_tree"):
+            original(self)
+            return
+        from vllm_medusa.support import choose_scheduling
+
+        asked = self.scheduler_config.async_scheduling
+        self.scheduler_config.async_scheduling = False
+        original(self)
+        choose_scheduling(self, asked)
+
+    VllmConfig.__post_init__ = _mark(__post_init__)

@@ -8,6 +8,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.executor.abstract import Executor
 
+from vllm_medusa.attention.gpu import choose_attention
 from vllm_medusa.manifest import installed_release
 
 # Architectures whose greedy output with trees is compared with that without in
@@ -60,7 +61,7 @@ def choose_scheduling(config: VllmConfig, asked: bool | None) -> None:
     """Schedule ahead of the device as vLLM does by default, where the runner can.
 
     Args:
-        config: built with asynchronous scheduling left open, which turned it off.
+        config: built with asynchronous scheduling off.
         asked: what the user said about it; None: nothing.
     """
     can = config.use_v2_model_runner and Executor.get_class(config).supports_async_scheduling()
@@ -81,6 +82,10 @@ def _platform_problems(config: VllmConfig) -> Iterator[str]:
     if current_platform.is_cuda():
         if not config.use_v2_model_runner:
             yield "the V1 model runner on a GPU: unset VLLM_USE_V2_MODEL_RUNNER, the default is V2"
+        try:
+            choose_attention(config)
+        except ValueError as error:
+            yield str(error)
         return
     if not current_platform.is_cpu():
         yield f"platform {current_platform.device_name}: use an NVIDIA GPU or an x86 CPU"

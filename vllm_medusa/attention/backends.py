@@ -5,10 +5,11 @@ from typing import Any, Protocol
 
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_medusa.acceptance import AcceptedPaths
-from vllm_medusa.attention.cpu import tree_attention_backend
+from vllm_medusa.attention import cpu, gpu
 from vllm_medusa.attention.kernels import load_library, move_slots
 from vllm_medusa.compaction import accepted_moves
 from vllm_medusa.compaction_kernel import SlotMover
@@ -36,45 +37,16 @@ class CPUSlotMover:
 
 def tree_attention(vllm_config: VllmConfig) -> AbstractContextManager[None]:
     """Have layers that are built meanwhile use a backend of ours."""
+    asked = vllm_config.attention_config.backend
+    # On a CPU Triton is its interpreter, which runs what runs on GPUs when it is asked for.
+    if not current_platform.is_cpu() or asked == AttentionBackendEnum.TRITON_ATTN:
+        return gpu.tree_attention_backend(vllm_config)
     load_library()  # compiles the kernel if need be: not in the first request's time
-    return tree_attention_backend()
+    return cpu.tree_attention_backend()
 
 
 def slot_mover(attn_groups: Any, kv_caches: list[torch.Tensor]) -> Mover:
     """The mover for the layout that the layers' backend gave their caches."""
-    if issubclass(attn_groups[0][0].backend, CPUAttentionBackend):
+    if issubclass(attn_groups[0][0].backend, cpu.TreeCPUAttentionBackend):
         return CPUSlotMover(kv_caches)
     return SlotMover(kv_caches)
-
-
-def check_one_group(kv_cache_config: Any) -> None:
-    """Refuse a target whose layers keep their caches in different ways."""
-    groups = len(kv_cache_config.kv_cache_groups)
-    if groups != 1:
-        raise ValueError(
-            f"medusa needs one group of KV cache layers, this target has {groups}: its layers "
-            "keep their caches in different ways"
-        )
-
-
-def check_attention_layers(layers: dict[str, Any]) -> None:
-    """Refuse attention that the tree kernel does not compute, layer by layer as vLLM built them."""
-    from vllm.model_executor.layers.attention import Attention
-    from vllm.v1.attention.backend import AttentionType
-
-    for name, layer in layers.items():
-        impl: Any = getattr(layer, "impl", None)
-        if not isinstance(layer, Attention):
-            raise ValueError(f"medusa cannot serve layer {name} of type {type(layer).__name__}")
-        found = {
-            "sliding window": impl.sliding_window != -1,
-            "logit soft cap": bool(impl.logits_soft_cap),
-            "ALiBi": impl.alibi_slopes is not None,
-            "attention sinks": impl.sinks is not None,
-            "a quantised KV cache": impl.is_fp8_kv_cache,
-            f"attention type {impl.attn_type}": impl.attn_type != AttentionType.DECODER,
-            "a KV cache shared between layers": impl.kv_sharing_target_layer_name is not None,
-        }
-        for feature, is_there in found.items():
-            if is_there:
-                raise ValueError(f"medusa cannot serve {feature} (layer {name})")

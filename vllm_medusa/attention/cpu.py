@@ -4,8 +4,7 @@ The stock kernel knows causal or not, but no mask. Batches mix prefill chunks, p
 trees: prefill chunks go through the stock kernel, everything else through ours, each in one call.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,10 +17,10 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.attention.selector import _cached_get_attn_backend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_medusa.attention.kernels import TreeRows, tree_attention
+from vllm_medusa.attention.registration import backend_in_place_of
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -167,17 +166,6 @@ class TreeCPUAttentionBackend(CPUAttentionBackend):
         return TreeCPUAttentionMetadataBuilder
 
 
-@contextmanager
-def tree_attention_backend() -> Iterator[None]:
-    """Have layers that are built meanwhile use our backend, through vLLM's backend registry."""
-    backend = AttentionBackendEnum.CPU_ATTN
-    name = f"{TreeCPUAttentionBackend.__module__}.{TreeCPUAttentionBackend.__qualname__}"
-    # vLLM remembers its choices; ours must not outlive, nor be kept from, an engine in this
-    # process.
-    _cached_get_attn_backend.cache_clear()
-    register_backend(backend, name)
-    try:
-        yield
-    finally:
-        backend.clear_override()
-        _cached_get_attn_backend.cache_clear()
+def tree_attention_backend() -> AbstractContextManager[None]:
+    """Have layers that are built meanwhile use our backend."""
+    return backend_in_place_of(AttentionBackendEnum.CPU_ATTN, TreeCPUAttentionBackend)

@@ -15,18 +15,24 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
 from vllm.v1.worker.gpu.model_states.interface import ModelState
-from vllm.v1.worker.gpu.sample.penalties import use_penalty
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState, use_penalty
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_medusa.acceptance import AcceptedPaths
+from vllm_medusa.acceptance_kernel import walk_drawn_tokens
 from vllm_medusa.bank import TreeBank
 from vllm_medusa.runner.tree_sampler import TreeSampler
 from vllm_medusa.tree import TokenTree
 
 NO_LIMIT = 2**31 - 1
+
+BUILT_IN_RULES = (LogitBiasState, PenaltiesState, BadWordsState)
 
 
 def build_model_state(
@@ -45,7 +51,8 @@ class TreeModelState(ModelState):
         tree_of: int64 [max_num_reqs], by slot: each request's tree in the bank.
         tree_index: int32 [max_num_reqs], by place in the batch: the tree, or -1 where rows are a
             piece of a prompt.
-        max_steps: int32 [max_num_reqs], by slot: how many tokens a request may take in one step.
+        max_steps: int32 [max_num_reqs], by slot: how many tokens a request may take in one step;
+            written by the host without waiting for the device.
         looks_back: bool [max_num_reqs], by slot, on the host: rules look back at the text.
         last_rows: int64 [max_num_reqs], by place in the batch: row where the newest token was
             drawn, counted from the request's first row of logits.
@@ -62,11 +69,10 @@ class TreeModelState(ModelState):
         self.num_steps = tree.depth + 1
         self.tree_of = torch.zeros(size, dtype=torch.int64, device=device)
         self.tree_index = torch.zeros(size, dtype=torch.int32, device=device)
-        self.max_steps = torch.full((size,), NO_LIMIT, dtype=torch.int32, device=device)
+        self.max_steps = UvaBackedTensor(size, dtype=torch.int32)
         self.last_rows = torch.zeros(size, dtype=torch.int64, device=device)
         self.looks_back = np.zeros(size, dtype=bool)
-        # vLLM's own custom processors may look at anything.
-        self.has_custom_rules = bool(self.model_config.logits_processors)
+        self.has_custom_rules = False
         self.slots: torch.Tensor | None = None
         self.mover: Any = None
 
@@ -80,7 +86,13 @@ class TreeModelState(ModelState):
             or params.thinking_token_budget is not None
         )
         # A grammar's mask is right at the root only; nodes are masked as if they were a chain.
-        self.max_steps[req_index] = 1 if params.structured_outputs is not None else NO_LIMIT
+        limit = 1 if params.structured_outputs is not None else NO_LIMIT
+        self.max_steps.np[req_index] = limit
+
+    def apply_staged_writes(self) -> None:
+        """Hand the host's notes to the device."""
+        super().apply_staged_writes()
+        self.max_steps.copy_to_uva()
 
     # -- before the forward pass -------------------------------------------------------------------
 
@@ -148,7 +160,19 @@ class TreeModelState(ModelState):
 
     def custom_sampler(self, sampler: Sampler) -> tuple[Sampler, TreeSampler]:
         """vLLM's sampler, and ours for steps with trees."""
+        # Custom processors, named in the configuration or installed, may look at anything.
+        self.has_custom_rules = not all(
+            isinstance(processor, BUILT_IN_RULES) for processor in sampler.logits_processors
+        )
         return sampler, TreeSampler(sampler, self)
+
+    def warm_up(self) -> None:
+        """Compile the walk before the first request needs it; vLLM's own warm-up takes the way of
+        requests whose rules look back."""
+        one, trees = torch.zeros(1, dtype=torch.int64, device=self.device), self.tree_of[:1]
+        ends = torch.arange(2, dtype=torch.int32, device=self.device)
+        limit = self.max_steps.gpu[:1]
+        walk_drawn_tokens(one, one.int(), ends, trees, self.bank.parents, limit, self.num_steps)
 
     def keep(self, paths: AcceptedPaths, input_batch: InputBatch) -> None:
         """Compact the accepted paths, and remember where they end."""

@@ -1,17 +1,19 @@
 """Acceptance on vLLM's V2 model runner, in the place of its rejection sampler.
 
 As a rule the token of every row is drawn at once, by vLLM's own sampler, and one launch walks the
-trees. Where a request has rules that look back at its text (penalties, bad words, thinking budgets,
-custom processors), the batch is walked depth by depth: each step draws one token per request with
-the path's tokens added to the request's state, so that every rule sees what it would see without
+trees. Requests whose rules look back at their text (penalties, bad words, thinking budgets, custom
+processors) are then walked anew, depth by depth: each step draws one token per request with the
+path's tokens added to the request's state, so that every rule sees what it would see without
 speculation. Nothing waits for the device in either. vLLM keys the noise of sampling by seed and
 position, so both draw the very tokens that are drawn without speculation.
 """
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 
 class TreeSampler:
     """Draws tokens from the target along the trees of a batch."""
+
+    # What vLLM's warm-up asks its rejection sampler for.
+    enable_adaptive_verification = False
 
     def __init__(self, sampler: Sampler, state: "TreeModelState") -> None:
         self.sampler = sampler
@@ -55,10 +60,7 @@ class TreeSampler:
             As vLLM's ``RejectionSampler`` does; ``sampled_token_ids`` is [B, depth + 1].
         """
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
-        if self._looks_back(logits, input_batch):
-            paths, processed = self._walk_by_depth(logits, input_batch)
-        else:
-            paths, processed = self._walk_drawn(logits, input_batch)
+        paths, processed = self._walk(logits, input_batch)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             (paths.tokens >= 0).sum(dim=1, dtype=torch.int32),
             input_batch.seq_lens,
@@ -67,25 +69,38 @@ class TreeSampler:
             self.req_states.prefill_len.gpu,
         )
         self.state.keep(paths, input_batch)
+        is_processed = self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
         return SamplerOutput(
             sampled_token_ids=paths.tokens,
-            logprobs_tensors=self._logprobs(processed, paths, input_batch),
+            logprobs_tensors=self._logprobs(
+                processed if is_processed else logits, paths, input_batch
+            ),
             num_nans=num_nans,
             num_sampled=num_sampled,
             num_rejected=num_rejected,
         )
 
-    def _looks_back(self, logits: torch.Tensor, batch: InputBatch) -> bool:
-        """Whether to walk by depth: for a rule's sake, or because the logits of all rows are too
-        many to be copied, as vLLM's sampler does, at once."""
-        if self.state.looks_back[batch.idx_mapping_np].any():
-            return True
-        return logits.shape[0] > get_max_chunk_logits(logits.shape[1])
+    def _walk(self, logits: torch.Tensor, batch: InputBatch) -> tuple[AcceptedPaths, torch.Tensor]:
+        """The accepted paths, and the logits that their tokens were drawn from, [rows, V]."""
+        index = batch.idx_mapping_np
+        # vLLM's sampler copies logits that it changes, and would have those of all rows at once.
+        is_large = logits.shape[0] > get_max_chunk_logits(logits.shape[1])
+        if is_large and self.sampler.needs_logits_processing[index].any():
+            processed = torch.empty_like(logits, dtype=torch.float32)
+            everyone = np.arange(batch.num_reqs)
+            return self._walk_by_depth(logits, batch, everyone, processed), processed
+        paths, processed = self._walk_drawn(logits, batch)
+        looking_back = np.flatnonzero(self.state.looks_back[index])
+        if looking_back.size:
+            own = self._walk_by_depth(logits, batch, looking_back, processed)
+            requests = async_tensor_h2d(looking_back, device=logits.device)
+            paths.tokens[requests], paths.rows[requests] = own
+        return paths, processed
 
     def _walk_drawn(
         self, logits: torch.Tensor, batch: InputBatch
     ) -> tuple[AcceptedPaths, torch.Tensor]:
-        """Draw at all rows, then walk; returns the logits that logprobs are taken of, [rows, V]."""
+        """Draw at all rows, then walk."""
         drafts = batch.input_ids[batch.logits_indices]
         drawn, processed = self.sampler.sample(
             logits,
@@ -104,25 +119,32 @@ class TreeSampler:
             batch.cu_num_logits,
             self.state.tree_of[batch.idx_mapping],
             self.state.bank.parents,
-            self.state.max_steps[batch.idx_mapping],
+            self.state.max_steps.gpu[batch.idx_mapping],
             self.state.num_steps,
         )
-        if self.sampler.logprobs_mode not in PROCESSED_LOGPROBS_MODES:
-            processed = logits
         return paths, processed
 
     def _walk_by_depth(
-        self, logits: torch.Tensor, batch: InputBatch
-    ) -> tuple[AcceptedPaths, torch.Tensor]:
-        """Walk while drawing; returns the logits that logprobs are taken of, [rows, V]."""
-        state, index = self.state, batch.idx_mapping
-        first_rows = batch.cu_num_logits[:-1].long()
-        num_nodes = batch.cu_num_logits.diff() - 1
+        self, logits: torch.Tensor, batch: InputBatch, requests_np: np.ndarray, kept: torch.Tensor
+    ) -> AcceptedPaths:
+        """Walk the trees of some requests while drawing.
+
+        Args:
+            logits: [rows, V], of the whole batch.
+            batch: the whole batch.
+            requests_np: int64 [R], places in the batch of the requests to walk, on the host.
+            kept: [rows, V], is given the logits that tokens were drawn from, for logprobs.
+        """
+        state = self.state
+        requests = async_tensor_h2d(requests_np, device=logits.device)
+        index, index_np = batch.idx_mapping[requests], batch.idx_mapping_np[requests_np]
+        first_rows = batch.cu_num_logits[requests].long()
+        num_nodes = batch.cu_num_logits[requests + 1] - first_rows - 1
         positions = batch.positions[batch.logits_indices]
         tokens_read = batch.input_ids[batch.logits_indices]
         no_offset = torch.zeros_like(index, dtype=torch.int32)
-        keeps_processed = self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
-        kept = torch.empty_like(logits, dtype=torch.float32) if keeps_processed else logits
+        longest = batch.seq_lens_cpu_upper_bound.numpy()[requests_np]
+        wants_logprobs = self._num_logprobs(batch) != NO_LOGPROBS
         text = _TextAhead(self.sampler, index)
 
         def draw(rows: torch.Tensor, active: torch.Tensor, step: int) -> torch.Tensor:
@@ -131,15 +153,16 @@ class TreeSampler:
                 logits[rows],
                 index,
                 index,
-                batch.idx_mapping_np,
+                index_np,
                 positions[rows],
                 tokens_read[rows],
                 no_offset,
-                batch.seq_lens_cpu_upper_bound.numpy(),
-                return_logprobs=self._num_logprobs(batch) != NO_LOGPROBS,
+                longest,
+                return_logprobs=wants_logprobs,
             )
-            if keeps_processed:
-                kept[rows] = processed.float()
+            if wants_logprobs:
+                # A request whose walk has ended is drawn again, with its last token in its text.
+                kept[rows] = torch.where(active[:, None], processed.to(kept.dtype), kept[rows])
             text.append(drawn, active)
             return drawn
 
@@ -150,12 +173,12 @@ class TreeSampler:
             draw,
             tokens_read[places].long().masked_fill(~is_node, NO_TOKEN),
             state.bank.parents[state.tree_of[index]],
-            batch.seq_lens[: batch.num_reqs] >= self.req_states.prefill_len.gpu[index],
-            state.max_steps[index],
+            batch.seq_lens[requests] >= self.req_states.prefill_len.gpu[index],
+            state.max_steps.gpu[index],
             state.num_steps,
         )
         text.take_back()
-        return paths, kept
+        return paths
 
     def _num_logprobs(self, batch: InputBatch) -> int:
         return self.sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np)
@@ -163,27 +186,17 @@ class TreeSampler:
     def _logprobs(
         self, logits: torch.Tensor, paths: AcceptedPaths, batch: InputBatch
     ) -> LogprobsTensors | None:
-        """Logprobs of the tokens of each path, in the first of its request's rows, where vLLM looks
-        for them."""
+        """Logprobs of the tokens of each path, [B x steps, logprobs + 1]."""
         num_logprobs = self._num_logprobs(batch)
         if num_logprobs == NO_LOGPROBS:
             return None
         num_requests, num_steps = paths.rows.shape
-        first_rows = batch.cu_num_logits[:-1].long()
-        steps = torch.arange(num_steps, device=logits.device)
-        rows = torch.arange(logits.shape[0], device=logits.device)
-        tokens = torch.zeros_like(rows)
-        # Behind a path's end its last row is repeated: its places may lie in the next request's.
-        place = first_rows[:, None] + torch.where(paths.tokens >= 0, steps, 0)
-        drawn = torch.where(paths.tokens >= 0, paths.tokens, paths.tokens[:, :1])
-        source = first_rows[:, None] + torch.where(paths.tokens >= 0, paths.rows, 0)
-        tokens[place] = drawn.clamp(min=0)
-        source_of = rows.index_put((place,), source)
+        rows = batch.cu_num_logits[:-1].long()[:, None] + paths.rows
         return compute_topk_scores(
-            logits[source_of],
+            logits[rows.flatten()],
             num_logprobs,
-            tokens,
-            batch.cu_num_logits_np.tolist() if len(rows) != num_requests else None,
+            paths.tokens.flatten().clamp(min=0),
+            [request * num_steps for request in range(num_requests + 1)],
             logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
         )
 

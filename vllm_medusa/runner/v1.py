@@ -27,13 +27,9 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_medusa.acceptance import NO_TOKEN, AcceptedPaths, walk
-from vllm_medusa.attention.backends import (
-    CPUSlotMover,
-    check_attention_layers,
-    check_one_group,
-    tree_attention,
-)
+from vllm_medusa.attention.backends import CPUSlotMover, tree_attention
 from vllm_medusa.attention.cpu import TreeCPUAttentionMetadataBuilder
+from vllm_medusa.attention.layers import check_attention_layers, check_one_group
 from vllm_medusa.bank import TreeBank
 from vllm_medusa.drafter import MedusaDrafter
 from vllm_medusa.lookup import lookup

@@ -16,13 +16,10 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
-from vllm_medusa.attention.backends import (
-    check_attention_layers,
-    check_one_group,
-    slot_mover,
-    tree_attention,
-)
+from vllm_medusa.attention.backends import slot_mover, tree_attention
+from vllm_medusa.attention.layers import check_attention_layers, check_one_group
 from vllm_medusa.runner.model_state import build_model_state
 from vllm_medusa.runner.speculator import build_speculator
 
@@ -49,12 +46,26 @@ class TreeModelRunner(model_runner.GPUModelRunner):
         tensors = [*heads.parameters(), *heads.buffers()]
         self.model_memory_usage += sum(tensor.nbytes for tensor in tensors)
 
-    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+    def initialize_kv_cache(
+        self, kv_cache_config: Any, is_profiling: bool = False, *args: Any, **kwargs: Any
+    ) -> None:
         check_one_group(kv_cache_config)
-        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        super().initialize_kv_cache(kv_cache_config, is_profiling, *args, **kwargs)
+        if is_profiling:  # a small cache, soon freed
+            return
         self.model_state.mover = slot_mover(self.attn_groups, self.kv_caches)
+        self.model_state.warm_up()
         if not self.model_config.enforce_eager:
             self._log_graphs()
+
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
+        # What vLLM takes the memory of: one row per request. Trees have more.
+        rows = min(self.max_num_reqs * self.decode_query_len, self.max_num_tokens)
+        logits = self.model.compute_logits(hidden_states.new_zeros(rows, hidden_states.shape[1]))
+        if logits is not None:
+            logits = logits[: get_max_chunk_logits(self.vocab_size)].to(torch.float32, copy=True)
+        del logits
+        super()._dummy_sampler_run(hidden_states)
 
     def _log_graphs(self) -> None:
         mode = self.cudagraph_manager.cudagraph_mode

@@ -1,13 +1,11 @@
 """The configuration where vLLM chooses its V2 runner."""
 
+from dataclasses import replace
+
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.integration.tiny import make_heads, make_model
-from tests.triton_interpreter import ENABLED
-
-if not ENABLED:
-    pytest.skip("needs VLLM_USE_V2_MODEL_RUNNER=1 (make test-v2)", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
@@ -32,3 +30,6 @@ def test_scheduling_ahead_stays_on(asked, found, build):
     config = build(async_scheduling=asked)
     assert config.use_v2_model_runner
     assert config.scheduler_config.async_scheduling is found
+    # vLLM's kernel tuning builds the whole configuration anew from parts of a finished one.
+    again = replace(config, cache_config=replace(config.cache_config))
+    assert again.scheduler_config.async_scheduling is found

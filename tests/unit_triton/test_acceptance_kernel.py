@@ -3,21 +3,16 @@
 import pytest
 import torch
 
-from tests.triton_interpreter import ENABLED
 from vllm_medusa.acceptance import walk
+from vllm_medusa.acceptance_kernel import walk_drawn_tokens
 from vllm_medusa.bank import TreeBank
 from vllm_medusa.tree import TokenTree, default_tree
-
-if not ENABLED:
-    pytest.skip("needs VLLM_USE_V2_MODEL_RUNNER=1 (make test-v2)", allow_module_level=True)
-
-from vllm_medusa.acceptance_kernel import walk_drawn_tokens
 
 VOCAB = 3  # so few that drafts are often right
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_equals_the_plain_walk(seed):
+def test_equals_the_plain_walk(seed, device):
     generator = torch.Generator().manual_seed(seed)
 
     def random(high, *size):
@@ -35,9 +30,8 @@ def test_equals_the_plain_walk(seed):
     max_steps = torch.where(random(4, len(tree_of)) == 0, 1 + random(3, len(tree_of)), 99)
     num_steps = 1 + max(tree.depth for tree in trees)
 
-    found = walk_drawn_tokens(
-        drawn, drafts.int(), cu_num_rows, tree_of, bank.parents, max_steps.int(), num_steps
-    )
+    inputs = (drawn, drafts.int(), cu_num_rows, tree_of, bank.parents, max_steps.int())
+    found = walk_drawn_tokens(*(tensor.to(device) for tensor in inputs), num_steps)
 
     padded = torch.full((len(tree_of), int(num_nodes.max())), -1)
     for row, first, size in zip(padded, first_rows.tolist(), num_nodes.tolist(), strict=True):
@@ -50,6 +44,6 @@ def test_equals_the_plain_walk(seed):
         max_steps,
         num_steps,
     )
-    assert torch.equal(found.tokens, expected.tokens)
-    assert torch.equal(found.rows, expected.rows)
+    assert torch.equal(found.tokens.cpu(), expected.tokens)
+    assert torch.equal(found.rows.cpu(), expected.rows)
     assert (found.tokens[:, 2] >= 0).any()  # some paths are deep

@@ -3,13 +3,8 @@
 import pytest
 import torch
 
-from tests.triton_interpreter import ENABLED
 from vllm_medusa.acceptance import NO_TOKEN, AcceptedPaths
 from vllm_medusa.compaction import accepted_moves
-
-if not ENABLED:
-    pytest.skip("needs VLLM_USE_V2_MODEL_RUNNER=1 (make test-v2)", allow_module_level=True)
-
 from vllm_medusa.compaction_kernel import SlotMover
 
 BLOCK_SIZE = 16
@@ -30,9 +25,9 @@ def caches(layers, dtype, head_size, heads_first):
 @pytest.mark.parametrize("heads_first", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_size", [64, 80, 96])
-def test_equals_single_moves(head_size, dtype, heads_first):
-    found = caches(3, dtype, head_size, heads_first)
-    expected = [cache.clone() for cache in found]
+def test_equals_single_moves(head_size, dtype, heads_first, device):
+    expected = caches(3, dtype, head_size, heads_first)
+    found = [cache.clone().to(device) for cache in expected]
     # Three requests whose rows lie across the borders of scattered blocks; one keeps nothing.
     slots = torch.cat(
         [
@@ -47,7 +42,8 @@ def test_equals_single_moves(head_size, dtype, heads_first):
         tokens=torch.tensor([[7, 7, 7, 7], [7, NO_TOKEN, NO_TOKEN, NO_TOKEN], [7, 7, 7, NO_TOKEN]]),
         rows=torch.tensor([[0, 2, 5, 11], [0, 0, 0, 0], [0, 1, 4, 4]]),
     )
-    SlotMover(found).move(paths, slots, first_rows)
+    on_device = AcceptedPaths(*(tensor.to(device) for tensor in paths))
+    SlotMover(found).move(on_device, slots.to(device), first_rows.to(device))
 
     source, target = accepted_moves(paths, slots, first_rows)
     assert len(source) == 4
@@ -57,7 +53,7 @@ def test_equals_single_moves(head_size, dtype, heads_first):
                 here // BLOCK_SIZE, :, here % BLOCK_SIZE
             ].clone()
     for cache, should in zip(found, expected, strict=True):
-        assert torch.equal(cache, should)
+        assert torch.equal(cache.cpu(), should)
 
 
 def test_layers_of_different_layouts_are_refused():

@@ -1,0 +1,74 @@
+"""What only vLLM's V2 runner does."""
+
+import pytest
+
+from tests.integration.generation import (
+    SMALL_BUSHY,
+    continuations,
+    generate,
+    make_prompts,
+    medusa,
+    runner_of,
+    tokens,
+)
+from tests.integration.oracle import Oracle, oracle_drafts
+from tests.integration.tiny import VOCAB
+from tests.integration.watch import watching
+from tests.triton_interpreter import ENABLED as INTERPRETED
+
+if not INTERPRETED:
+    pytest.skip("needs Triton's interpreter: make test-v2", allow_module_level=True)
+
+from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+from vllm_medusa.runner.tree_sampler import TreeSampler
+
+DEPTH = max(map(len, SMALL_BUSHY))
+LENGTH = 16
+
+
+@pytest.fixture(scope="module")
+def tree_engine(models, heads, module_engine):
+    def start(**options):
+        return module_engine(models(), **medusa(heads(DEPTH), SMALL_BUSHY), **options)
+
+    return start
+
+
+def test_warm_up(tree_engine):
+    """vLLM's own warm-up, which GPU workers run before the first request."""
+    llm = tree_engine()
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    warmup_kernels(runner_of(llm), worker.execute_model, worker.sample_tokens)
+    assert len(generate(llm, [[5, 6, 7]], max_tokens=3)[0].outputs[0].token_ids) == 3
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_logprobs_beside_rules_that_look_back(mode, tree_engine, models, plain_engine, monkeypatch):
+    """Only the requests that have such rules are walked by depth; values are those of decoding."""
+    prompts = make_prompts(4, VOCAB, longest=20, seed=41)
+    each = [{"temperature": 0.8, "seed": number, "logprobs": 2} for number in range(4)]
+    each[1] |= {"presence_penalty": 1.5}
+    each[3] |= {"repetition_penalty": 1.4, "temperature": 0.0}
+    options = {"logprobs_mode": mode}
+    expected = generate(plain_engine(models(), **options), prompts, each, max_tokens=LENGTH)
+    walked = []
+    walk_by_depth = TreeSampler._walk_by_depth
+
+    def watched(self, logits, batch, requests_np, kept):
+        names = {batch.req_ids[number] for number in requests_np}
+        walked.append((len(names), batch.num_reqs))
+        return walk_by_depth(self, logits, batch, requests_np, kept)
+
+    monkeypatch.setattr(TreeSampler, "_walk_by_depth", watched)
+    known = continuations(prompts, tokens(expected))
+    with watching() as watch, oracle_drafts(Oracle(known, VOCAB)):
+        found = generate(tree_engine(**options), prompts, each, max_tokens=LENGTH)
+    assert len(watch.lengths) > 2
+    assert (2, 4) in walked
+    assert tokens(found) == tokens(expected)
+    for here, there in zip(found, expected, strict=True):
+        for mine, theirs in zip(here.outputs[0].logprobs, there.outputs[0].logprobs, strict=True):
+            assert mine.keys() == theirs.keys()
+            for token, value in theirs.items():
+                assert mine[token].logprob == pytest.approx(value.logprob, abs=1e-3)

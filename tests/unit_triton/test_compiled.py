@@ -1,0 +1,27 @@
+"""The kernels are compiled to machine code; only running them takes a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+# Of one program, by capability: CUDA C++ Programming Guide, technical specifications.
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+
+@pytest.mark.parametrize("capability", [86, 90])
+def test_compiled_for(capability, tmp_path):
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.unit_triton.compile_for_gpu", str(capability)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    needs = json.loads(result.stdout.splitlines()[-1])
+    assert len(needs) == 4  # of two kernels at two shapes
+    # All are kept to what the smallest of the supported GPUs has.
+    assert 0 < max(needs) <= min(SHARED_MEMORY.values())
