@@ -74,22 +74,29 @@ serve: setup ## serve the demo's model with Medusa on PORT (8000) until Ctrl-C
 		--served-model-name smollm2 --speculative-model "medusa:$(HEADS)" \
 		--dtype float32 --max-model-len 2048 --shutdown-timeout 20 --port $(PORT)
 
+# Test processes at once, a core each. More of them need more memory: about 3 GB each.
+JOBS ?= 2
+PYTEST := $(CPU_ENV) && OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
+	$(PYTHON_VENV) -m pytest -n $(JOBS) --dist loadfile
+# What pytest says where ARGS select no test.
+OR_NONE := || [ $$? = 5 ]
+
 .PHONY: test
 test: setup ## run the tests
-	@$(CPU_ENV) && $(PYTHON_VENV) -m pytest tests/unit tests/integration tests/e2e $(ARGS)
+	@{ $(PYTEST) tests/unit tests/integration $(ARGS); } $(OR_NONE)
+	@$(CPU_ENV) && { $(PYTHON_VENV) -m pytest tests/e2e $(ARGS); } $(OR_NONE)
 	@$(MAKE) test-v2
 
 # Triton's interpreter changes what vLLM does all over a process (tests/triton_interpreter.py), so
-# these run in processes of their own. 5: ARGS select none of them.
+# these run in processes of their own.
 V2_TESTS := tests/integration/test_greedy.py tests/integration/test_greedy_schedules.py \
 	tests/integration/test_kv_cache.py tests/integration/test_sampled.py \
 	tests/integration/test_v2_runner.py tests/integration/test_triton_attention.py
 
 .PHONY: test-v2
 test-v2: setup ## run the tests of GPU kernels and of vLLM's V2 runner, in Triton's interpreter
-	@$(CPU_ENV) && { $(PYTHON_VENV) -m pytest tests/unit_triton $(ARGS) || [ $$? = 5 ]; }
-	@$(CPU_ENV) && { VLLM_USE_V2_MODEL_RUNNER=1 $(PYTHON_VENV) -m pytest $(V2_TESTS) $(ARGS) || \
-		[ $$? = 5 ]; }
+	@{ $(PYTEST) tests/unit_triton $(ARGS); } $(OR_NONE)
+	@export VLLM_USE_V2_MODEL_RUNNER=1; { $(PYTEST) $(V2_TESTS) $(ARGS); } $(OR_NONE)
 
 .PHONY: releases
 releases: setup ## fetch the source of vLLM releases that are not installed, for the tests (350 MB each)
