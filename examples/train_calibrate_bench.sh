@@ -20,13 +20,6 @@ read -r -a train <<<"${TRAIN:-}"
 read -r -a calibrate <<<"${CALIBRATE:-}"
 read -r -a bench <<<"${BENCH:-}"
 
-# What training needs is there? Better known after a minute than after a night.
-if [ ! -e "$heads/config.json" ]; then
-    dry=$(mktemp -d)
-    trap 'rm -rf "$dry"' EXIT
-    vllm-medusa train "$model" --data "$data" --output "$dry/heads" "${train[@]}" --dry-run
-fi
-
 vllm-medusa train "$model" --data "$data" --output "$heads" "${train[@]}"
 vllm-medusa calibrate "$model" "$heads" "${calibrate[@]}"
 vllm-medusa bench "$model" "$heads" --output "$heads.bench" "${bench[@]}"
