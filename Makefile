@@ -81,10 +81,13 @@ PYTEST := $(CPU_ENV) && OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
 # What pytest says where ARGS select no test.
 OR_NONE := || [ $$? = 5 ]
 
+# Servers and clusters, which take all cores and give up when nothing answers for some seconds.
+ALONE := tests/integration/test_ray.py tests/integration/test_ray_serve.py
+
 .PHONY: test
 test: setup ## run the tests
-	@{ $(PYTEST) tests/unit tests/integration $(ARGS); } $(OR_NONE)
-	@$(CPU_ENV) && { $(PYTHON_VENV) -m pytest tests/e2e $(ARGS); } $(OR_NONE)
+	@{ $(PYTEST) tests/unit tests/integration $(ALONE:%=--ignore=%) $(ARGS); } $(OR_NONE)
+	@$(CPU_ENV) && { $(PYTHON_VENV) -m pytest $(ALONE) tests/e2e $(ARGS); } $(OR_NONE)
 	@$(MAKE) test-v2
 
 # Triton's interpreter changes what vLLM does all over a process (tests/triton_interpreter.py), so

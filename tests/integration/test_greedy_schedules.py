@@ -17,6 +17,7 @@ from tests.integration.generation import (
     make_prompts,
     medusa,
     sampling_params,
+    some,
     tokens,
 )
 from tests.integration.oracle import Oracle, oracle_drafts
@@ -85,7 +86,7 @@ def step_through(llm, arrivals, aborts):
 # -- what is read in a step ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("budget", "block_size"), [(49, 128), (60, 32)])
+@pytest.mark.parametrize(("budget", "block_size"), some([(49, 128), (60, 32)]))
 def test_chunked_prefill(budget, block_size, tree_engine, models, reference):
     # Long and short prompts by turns: the short ones grow trees while the long ones are still read.
     long = make_prompts(6, VOCAB, prefix=150, longest=50, seed=1)
@@ -116,7 +117,7 @@ def test_tree_larger_than_the_budget(tree_engine, models, reference, prompts):
     assert watch.num_nodes and max(watch.num_nodes) < 63
 
 
-@pytest.mark.parametrize("block_size", [32, 64])
+@pytest.mark.parametrize("block_size", some([64, 32]))
 def test_prefix_cache(block_size, tree_engine, models, reference):
     shared = make_prompts(10, VOCAB, prefix=150, longest=40, seed=2)
     llm = tree_engine(enable_prefix_caching=True, block_size=block_size)
@@ -179,7 +180,7 @@ def test_a_tree_larger_than_the_token_budget(tree_engine, models, reference):
 # -- requests that come, go and wait ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("caching", some([False, True]))
 def test_preemption(caching, tree_engine, models, reference, prompts):
     short = [prompt[:60] for prompt in prompts]
     expected = tokens(reference(models(), short, max_tokens=LENGTH))
@@ -298,6 +299,7 @@ def assert_cut_inside_a_path(outputs, watch, reasons):
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 
 
+@pytest.mark.v1_only(reason="a target's architecture is vLLM's affair there as here")
 @pytest.mark.parametrize("kind", KINDS)
 def test_architectures(kind, tree_engine, models, reference, prompts):
     expected = tokens(reference(models(kind), prompts, max_tokens=LENGTH))
@@ -309,6 +311,7 @@ def test_architectures(kind, tree_engine, models, reference, prompts):
     assert len(KINDS) == len(TESTED_ARCHITECTURES)
 
 
+@pytest.mark.v1_only(reason="attention in bfloat16 is compared in tests/unit_triton")
 def test_bfloat16(tree_engine, models, plain_engine, prompts):
     """In bfloat16 the best logits are often closer than its rounding, and texts part there.
 
