@@ -81,25 +81,30 @@ PYTEST := $(CPU_ENV) && OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
 # What pytest says where ARGS select no test.
 OR_NONE := || [ $$? = 5 ]
 
-# Servers and clusters, which take all cores and give up when nothing answers for some seconds.
-ALONE := tests/integration/test_ray.py tests/integration/test_ray_serve.py
-
-.PHONY: test
-test: setup ## run the tests
-	@{ $(PYTEST) tests/unit tests/integration $(ALONE:%=--ignore=%) $(ARGS); } $(OR_NONE)
-	@$(CPU_ENV) && { $(PYTHON_VENV) -m pytest $(ALONE) tests/e2e $(ARGS); } $(OR_NONE)
-	@$(MAKE) test-v2
+# Real Ray clusters take all cores and give up when nothing answers for some seconds.
+RAY_TESTS := tests/integration/test_ray.py tests/integration/test_ray_serve.py
 
 # Triton's interpreter changes what vLLM does all over a process (tests/triton_interpreter.py), so
 # these run in processes of their own.
-V2_TESTS := tests/integration/test_greedy.py tests/integration/test_greedy_schedules.py \
-	tests/integration/test_kv_cache.py tests/integration/test_sampled.py \
-	tests/integration/test_v2_runner.py tests/integration/test_triton_attention.py
+V2_TESTS := tests/integration/test_greedy_schedules.py tests/integration/test_kv_cache.py \
+	tests/integration/test_triton_attention.py
+V2_MORE := tests/integration/test_greedy.py tests/integration/test_sampled.py \
+	tests/integration/test_v2_runner.py
 
-.PHONY: test-v2
-test-v2: setup ## run the tests of GPU kernels and of vLLM's V2 runner, in Triton's interpreter
+.PHONY: test
+test: setup ## run the tests
+	@{ $(PYTEST) tests/unit tests/integration $(RAY_TESTS:%=--ignore=%) $(ARGS); } $(OR_NONE)
+	@$(CPU_ENV) && { $(PYTHON_VENV) -m pytest tests/e2e $(ARGS); } $(OR_NONE)
 	@{ $(PYTEST) tests/unit_triton $(ARGS); } $(OR_NONE)
 	@export VLLM_USE_V2_MODEL_RUNNER=1; { $(PYTEST) $(V2_TESTS) $(ARGS); } $(OR_NONE)
+
+.PHONY: test-v2
+test-v2: setup ## all tests of vLLM's V2 runner in Triton's interpreter, also those too slow for every day
+	@export VLLM_USE_V2_MODEL_RUNNER=1; { $(PYTEST) $(V2_TESTS) $(V2_MORE) $(ARGS); } $(OR_NONE)
+
+.PHONY: test-ray
+test-ray: setup ## tests on real Ray clusters, on an otherwise idle machine
+	@$(CPU_ENV) && $(PYTHON_VENV) -m pytest $(RAY_TESTS) $(ARGS)
 
 .PHONY: releases
 releases: setup ## fetch the source of vLLM releases that are not installed, for the tests (350 MB each)

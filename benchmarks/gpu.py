@@ -236,9 +236,9 @@ def measure_engine(part: dict[str, Any], toy: bool) -> dict[str, Any]:
 def measure_kernels(part: dict[str, Any], toy: bool) -> dict[str, Any]:
     """Microseconds per call of each kernel, by context."""
     import torch
-    from vllm_medusa.attention.triton_tree import TreeBatch, tree_attention
 
     from vllm_medusa.acceptance_kernel import walk_drawn_tokens
+    from vllm_medusa.attention.triton_tree import TreeBatch, tree_attention
     from vllm_medusa.bank import TreeBank
     from vllm_medusa.compaction_kernel import SlotMover
     from vllm_medusa.tree import default_tree
