@@ -11,15 +11,15 @@ the speed-up that they give together, and what was reached of it.
 
 import argparse
 import json
-import os
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
-from vllm_medusa.bench.environment import compile_environment
+from in_process import start
+
 from vllm_medusa.calibration.clock import StepClock
-from vllm_medusa.calibration.live import set_tree_size
+from vllm_medusa.calibration.live import model_runner, set_tree_size
 from vllm_medusa.demo.prompts import demo_prompts
 from vllm_medusa.load import LoadMeter
 from vllm_medusa.machine import describe_machine
@@ -40,27 +40,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder for steps.json and steps.md")
     args = parser.parse_args()
 
-    os.environ |= compile_environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    from vllm import LLM, SamplingParams
+    own_tree = {"tree": args.tree} if args.tree else {}
+    llm = start(args.model, args.heads, max(args.nodes), args.eager, lookup=False, **own_tree)
+    from vllm import SamplingParams
 
-    llm = LLM(
-        args.model,
-        dtype="float32",
-        max_model_len=2048,
-        max_num_seqs=4,
-        enable_prefix_caching=False,
-        enforce_eager=args.eager,
-        speculative_config={
-            "method": "medusa",
-            "model": args.heads,
-            "num_speculative_tokens": max(args.nodes),
-            "lookup": False,
-            **({"tree": args.tree} if args.tree else {}),
-        },
-    )
     engine = llm.llm_engine
     core = engine.engine_core.engine_core
-    runner = core.model_executor.driver_worker.worker.model_runner
+    runner = model_runner(llm)
     clock = StepClock()
     clock.time(runner, "_model_forward", "forward")
     clock.time(runner.model, "compute_logits", "LM head")

@@ -9,15 +9,15 @@ and in free text.
 
 import argparse
 import json
-import os
 import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_medusa.bench.environment import compile_environment
-from vllm_medusa.calibration.live import set_tree_size
+from in_process import start
+
+from vllm_medusa.calibration.live import model_runner, set_tree_size
 from vllm_medusa.load import LoadMeter
 from vllm_medusa.machine import describe_machine
 
@@ -115,28 +115,12 @@ def main() -> None:
     )
     args = parser.parse_args()
 
-    os.environ |= compile_environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    from vllm import LLM
-
-    llm = LLM(
-        args.model,
-        dtype="float32",
-        max_model_len=2048,
-        max_num_seqs=4,
-        enable_prefix_caching=False,
-        enforce_eager=args.eager,
-        speculative_config={
-            "method": "medusa",
-            "model": args.heads,
-            "num_speculative_tokens": max(args.nodes),
-        },
-    )
+    llm = start(args.model, args.heads, max(args.nodes), args.eager)
     sizes = [0, *args.nodes]
     runs: dict[tuple[int, str], list[Run]] = {
         (size, kind): [] for size in sizes for kind, *_ in KINDS
     }
-    core = llm.llm_engine.engine_core.engine_core
-    drafter = core.model_executor.driver_worker.worker.model_runner.drafter
+    drafter = model_runner(llm).drafter
     meter = LoadMeter()
     started = time.process_time()
     for number, (text, schema) in enumerate(TASKS):

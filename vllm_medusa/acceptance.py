@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+NO_LIMIT = 2**31 - 1  # of the tokens a request may draw in a step; fits int32
 NO_TOKEN = -1  # vLLM's placeholder in sampled_token_ids (PLACEHOLDER_TOKEN_ID)
 
 

@@ -9,6 +9,7 @@ All of these mean the same:
     LLM(MODEL, speculative_config={"method": "medusa", "model": "HEADS"})
 """
 
+import functools
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,7 +72,8 @@ class MedusaSpeculativeConfig(SpeculativeConfig):
         self.draft_parallel_config = self.target_parallel_config
         self.draft_tensor_parallel_size = self.target_parallel_config.tensor_parallel_size
 
-    @property
+    # Cached: it is asked for in every step, and asking is how others tell our config from vLLM's.
+    @functools.cached_property
     def token_tree(self) -> TokenTree:
         """The tree that is verified."""
         assert self.tree is not None

@@ -17,8 +17,6 @@ from vllm_medusa.after_import import after_import
 from vllm_medusa.manifest import check_seams, installed_release, is_supported
 from vllm_medusa.options import options_from_engine_args
 
-_MARK = "_vllm_medusa"
-
 
 @functools.cache
 def register() -> None:
@@ -47,9 +45,12 @@ def _wrap_vllm_config() -> None:
     _wrap_scheduling()
 
 
-def _mark(wrapper: Any) -> Any:
-    setattr(wrapper, _MARK, True)
-    return wrapper
+def _is_ours(speculative_config: Any) -> bool:
+    """Whether Medusa is on: ours is the only speculative config with a token tree.
+
+    Asked by name, so that a process that does not use Medusa imports nothing of it.
+    """
+    return hasattr(speculative_config, "token_tree")
 
 
 def _wrap_add_cli_args() -> None:
@@ -75,7 +76,7 @@ def _wrap_add_cli_args() -> None:
             methods.choices = [*methods.choices, "medusa"]
         return parser
 
-    EngineArgs.add_cli_args = staticmethod(_mark(add_cli_args))
+    EngineArgs.add_cli_args = staticmethod(add_cli_args)
 
 
 def _wrap_create_speculative_config() -> None:
@@ -94,7 +95,7 @@ def _wrap_create_speculative_config() -> None:
 
         return speculative_config_from_options(options, *args, **kwargs)
 
-    EngineArgs.create_speculative_config = _mark(create_speculative_config)
+    EngineArgs.create_speculative_config = create_speculative_config
 
 
 def _wrap_create_engine_config() -> None:
@@ -106,9 +107,7 @@ def _wrap_create_engine_config() -> None:
     @functools.wraps(original)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
         config = original(self, *args, **kwargs)
-        # Ours is the only speculative config with a token tree. Asked by name, so that a process
-        # that does not use Medusa imports nothing of it.
-        if hasattr(config.speculative_config, "token_tree"):
+        if _is_ours(config.speculative_config):
             from vllm_medusa.support import check_supported, choose_executor, choose_worker
 
             check_supported(config)
@@ -116,7 +115,7 @@ def _wrap_create_engine_config() -> None:
             choose_executor(config)
         return config
 
-    EngineArgs.create_engine_config = _mark(create_engine_config)
+    EngineArgs.create_engine_config = create_engine_config
 
 
 def _wrap_validate_spec_decode() -> None:
@@ -127,10 +126,10 @@ def _wrap_validate_spec_decode() -> None:
 
     @functools.wraps(original)
     def _validate_spec_decode(self: SamplingParams, speculative_config: Any) -> None:
-        if not hasattr(speculative_config, "token_tree"):
+        if not _is_ours(speculative_config):
             original(self, speculative_config)
 
-    SamplingParams._validate_spec_decode = _mark(_validate_spec_decode)
+    SamplingParams._validate_spec_decode = _validate_spec_decode
 
 
 def _wrap_unsupported_features() -> None:
@@ -142,13 +141,11 @@ def _wrap_unsupported_features() -> None:
     @functools.wraps(original)
     def _get_v2_model_runner_unsupported_features(self: VllmConfig) -> list[str]:
         features = original(self)
-        if hasattr(self.speculative_config, "token_tree"):
+        if _is_ours(self.speculative_config):
             features = [feature for feature in features if "'medusa'" not in feature]
         return features
 
-    VllmConfig._get_v2_model_runner_unsupported_features = _mark(
-        _get_v2_model_runner_unsupported_features
-    )
+    VllmConfig._get_v2_model_runner_unsupported_features = _get_v2_model_runner_unsupported_features
 
 
 def _wrap_scheduling() -> None:
@@ -163,7 +160,7 @@ def _wrap_scheduling() -> None:
 
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:
-        if not hasattr(self.speculative_config, "token_tree"):
+        if not _is_ours(self.speculative_config):
             original(self)
             return
         from vllm_medusa.support import choose_scheduling
@@ -173,13 +170,13 @@ def _wrap_scheduling() -> None:
         original(self)
         choose_scheduling(self, asked)
 
-    VllmConfig.__post_init__ = _mark(__post_init__)
+    VllmConfig.__post_init__ = __post_init__
 
 
 def _follows_trees(config: Any) -> bool:
     """Whether the runner says how a request's drafts hang together: V1 does. On V2 requests with a
     grammar take one token per step, for which vLLM's own masks are right."""
-    return hasattr(config.speculative_config, "token_tree") and not config.use_v2_model_runner
+    return _is_ours(config.speculative_config) and not config.use_v2_model_runner
 
 
 def _wrap_structured_outputs() -> None:
@@ -218,9 +215,9 @@ def _wrap_structured_outputs() -> None:
 
         return accept_one_by_one(stock_accept, self, request, new_token_ids)
 
-    StructuredOutputManager.validate_tokens = _mark(validate_tokens)
-    StructuredOutputManager.grammar_bitmask = _mark(grammar_bitmask)
-    StructuredOutputManager.accept_tokens = _mark(accept_tokens)
+    StructuredOutputManager.validate_tokens = validate_tokens
+    StructuredOutputManager.grammar_bitmask = grammar_bitmask
+    StructuredOutputManager.accept_tokens = accept_tokens
 
 
 def _wrap_update_draft_token_ids() -> None:
@@ -235,7 +232,7 @@ def _wrap_update_draft_token_ids() -> None:
             draft_token_ids.note(self.requests)
         original(self, draft_token_ids)
 
-    Scheduler.update_draft_token_ids = _mark(update_draft_token_ids)
+    Scheduler.update_draft_token_ids = update_draft_token_ids
 
 
 def _wrap_loggers() -> None:
@@ -247,12 +244,12 @@ def _wrap_loggers() -> None:
     @functools.wraps(original)
     def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, vllm_config, *args, **kwargs)
-        if hasattr(vllm_config.speculative_config, "token_tree"):
+        if _is_ours(vllm_config.speculative_config):
             from vllm_medusa.metrics import add_metrics
 
             add_metrics(self)
 
-    PrometheusStatLogger.__init__ = _mark(__init__)
+    PrometheusStatLogger.__init__ = __init__
 
 
 def _wrap_input_processor() -> None:
@@ -264,10 +261,10 @@ def _wrap_input_processor() -> None:
     @functools.wraps(original)
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         request = original(self, *args, **kwargs)
-        if hasattr(self.vllm_config.speculative_config, "token_tree"):
+        if _is_ours(self.vllm_config.speculative_config):
             from vllm_medusa.metrics import count_request
 
             count_request(request.sampling_params)
         return request
 
-    InputProcessor.process_inputs = _mark(process_inputs)
+    InputProcessor.process_inputs = process_inputs

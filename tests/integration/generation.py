@@ -8,6 +8,7 @@ from vllm import LLM, RequestOutput, SamplingParams
 
 from tests.triton_interpreter import ENABLED as INTERPRETED
 from vllm_medusa.bank import TreeBank
+from vllm_medusa.calibration.live import model_runner
 
 # The shape of the original Medusa's trees: 63 nodes, 10 of them at depth 1, four deep.
 BUSHY = [
@@ -127,8 +128,7 @@ def medusa(heads: object, tree: object, **options: object) -> dict[str, object]:
 
 def runner_of(llm: LLM) -> Any:
     """The model runner of an engine in this process."""
-    core = llm.llm_engine.engine_core.engine_core
-    return core.model_executor.driver_worker.worker.model_runner
+    return model_runner(llm)
 
 
 def bank_of(llm: LLM) -> TreeBank:

@@ -21,6 +21,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_medusa.attention.kernels import TreeRows, tree_attention
 from vllm_medusa.attention.registration import backend_in_place_of
+from vllm_medusa.attention.trees_of_batch import TreesOfBatch
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -46,7 +47,7 @@ class TreeCPUAttentionMetadata(CPUAttentionMetadata):
     prefill: PrefillRows | None = None
 
 
-class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
+class TreeCPUAttentionMetadataBuilder(TreesOfBatch, CPUAttentionMetadataBuilder):
     """Splits a batch with trees into rows for our kernel and rows for the stock one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -56,18 +57,6 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             logger.info_once("Medusa: KV cache in layout 'vec' in place of '%s'.", self.isa)
             self.isa = "vec"
             self._set_isa_to_layers(self.layer_names)
-        self.tree_index: torch.Tensor | None = None
-        self.ancestors: torch.Tensor | None = None
-
-    def set_trees(self, tree_index: torch.Tensor | None, ancestors: torch.Tensor) -> None:
-        """Say which tree each request of the next batch has; the runner calls it before ``build``.
-
-        Args:
-            tree_index: int32 [B], index into ``ancestors``; -1 for prefill chunks. None: no request
-                of the batch has a tree, the stock kernel computes it all.
-            ancestors: int64 [trees, rows, 2], ``TreeBank.ancestors``.
-        """
-        self.tree_index, self.ancestors = tree_index, ancestors
 
     def build(
         self,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
@@ -19,8 +19,13 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
-from vllm_medusa.attention.short_requests import TreeMetadata, TreeMetadataBuilder
-from vllm_medusa.attention.triton_tree import MAX_HEAD_SIZE, tree_attention
+from vllm_medusa.attention.short_requests import (
+    TreeBackend,
+    TreeImpl,
+    TreeMetadata,
+    TreeMetadataBuilder,
+)
+from vllm_medusa.attention.triton_tree import tree_attention
 
 
 @dataclass
@@ -75,39 +80,17 @@ class TreeFlashMetadataBuilder(TreeMetadataBuilder, FlashAttentionMetadataBuilde
         return metadata
 
 
-class TreeFlashImpl(FlashAttentionImpl):
+class TreeFlashImpl(TreeImpl, FlashAttentionImpl):
     """Attention of one layer."""
 
-    def forward(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: FlashAttentionMetadata | TreeFlashMetadata | None,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Shapes as in ``FlashAttentionImpl.forward``; keys and values are in the cache already."""
-        stock = super().forward
-        if not isinstance(attn_metadata, TreeFlashMetadata):
-            return stock(
-                layer, query, key, value, kv_cache, attn_metadata,
-                output, output_scale, output_block_scale,
-            )  # fmt: skip
-        if attn_metadata.stock is not None:
-            first = attn_metadata.first_stock_token
-            stock(
-                layer, query[first:], key, value, kv_cache, attn_metadata.stock, output[first:]
-            )  # fmt: skip
-        if attn_metadata.context is None:
-            tree_attention(query, kv_cache, output, attn_metadata.short, self.scale)
-            return output
-        tokens = attn_metadata.num_short_tokens
-        self._attend_in_two_parts(query[:tokens], kv_cache, output[:tokens], attn_metadata)
-        return output
+    def _attend_short(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor, metadata: Any
+    ) -> None:
+        if metadata.context is None:
+            tree_attention(query, kv_cache, output, metadata.short, self.scale)
+            return
+        tokens = metadata.num_short_tokens
+        self._attend_in_two_parts(query[:tokens], kv_cache, output[:tokens], metadata)
 
     def _attend_in_two_parts(
         self,
@@ -158,11 +141,8 @@ class TreeFlashImpl(FlashAttentionImpl):
         return context, lse
 
 
-class TreeFlashBackend(FlashAttentionBackend):
+class TreeFlashBackend(TreeBackend, FlashAttentionBackend):
     """vLLM's FlashAttention backend with trees."""
-
-    # A quantised cache was not tested.
-    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16"]  # noqa: RUF012
 
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:
@@ -171,12 +151,3 @@ class TreeFlashBackend(FlashAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
         return TreeFlashMetadataBuilder
-
-    @classmethod
-    def supports_head_size(cls, head_size: int) -> bool:
-        return super().supports_head_size(head_size) and head_size <= MAX_HEAD_SIZE
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """FlashAttention splits contexts by the batch, and with them goes the rounding."""
-        return False

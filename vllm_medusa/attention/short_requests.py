@@ -13,9 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionLayer,
+    CommonAttentionMetadata,
+)
 
-from vllm_medusa.attention.triton_tree import TreeBatch
+from vllm_medusa.attention.trees_of_batch import TreesOfBatch
+from vllm_medusa.attention.triton_tree import MAX_HEAD_SIZE, TreeBatch
 from vllm_medusa.tree import MAX_ROWS
 
 
@@ -43,7 +48,7 @@ class TreeMetadata:
         return self.stock is None or self.first_stock_token == self.num_short_tokens
 
 
-class TreeMetadataBuilder:
+class TreeMetadataBuilder(TreesOfBatch):
     """Mixin before a stock metadata builder: splits the batches that have trees."""
 
     # Batches of short requests only. Mixed batches run two kernels, over rows that the host picks.
@@ -51,22 +56,6 @@ class TreeMetadataBuilder:
     # For speculators that run layers of their own; Medusa's heads have no attention.
     supports_draft_decode_metadata_update = False
     supports_update_block_table = False
-
-    tree_index: torch.Tensor | None = None
-    ancestors: torch.Tensor | None = None
-
-    def set_trees(self, tree_index: torch.Tensor | None, ancestors: torch.Tensor) -> None:
-        """Say which tree each request of the next batch has; the runner calls it before ``build``.
-
-        CUDA graphs read both buffers when they are replayed: they must be the same ones each time.
-
-        Args:
-            tree_index: int32 [requests or more], index into ``ancestors``; -1 where the rows are
-                causal. None: no request of the batch has a tree and the batch runs in no graph that
-                was captured with trees; the stock backend computes it all.
-            ancestors: int64 [trees, MAX_ROWS, 2], ``TreeBank.ancestors``.
-        """
-        self.tree_index, self.ancestors = tree_index, ancestors
 
     def build(
         self,
@@ -122,6 +111,58 @@ class TreeMetadataBuilder:
         if self.tree_index is None:
             return super().build_for_cudagraph_capture(common_attn_metadata)  # type: ignore[misc]
         return self.build(0, common_attn_metadata)
+
+
+class TreeImpl:
+    """Mixin before a stock implementation of a layer's attention: the stock one computes its
+    requests, ``_attend_short`` the others."""
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        *scales: torch.Tensor | None,
+        **more_scales: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Shapes as in vLLM's ``AttentionImpl.forward``; keys and values are in the cache
+        already."""
+        stock = super().forward  # type: ignore[misc]
+        if not isinstance(attn_metadata, TreeMetadata):
+            return stock(
+                layer, query, key, value, kv_cache, attn_metadata, output, *scales, **more_scales
+            )
+        if attn_metadata.stock is not None:
+            first = attn_metadata.first_stock_token
+            stock(layer, query[first:], key, value, kv_cache, attn_metadata.stock, output[first:])
+        self._attend_short(query, kv_cache, output, attn_metadata)
+        return output
+
+    def _attend_short(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor, metadata: Any
+    ) -> None:
+        """Write the attention of ``metadata.short`` into ``output``."""
+        raise NotImplementedError
+
+
+class TreeBackend:
+    """Mixin before a stock backend: what it offers with trees."""
+
+    # A quantised cache was not tested.
+    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16"]  # noqa: RUF012
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return super().supports_head_size(head_size) and head_size <= MAX_HEAD_SIZE  # type: ignore[misc]
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """How contexts are split, and with it the rounding, depends on the batch."""
+        return False
 
 
 def split_batch(query_lens: torch.Tensor) -> tuple[int, int]:

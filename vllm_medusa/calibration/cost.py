@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm_medusa.calibration.clock import StepClock
 from vllm_medusa.calibration.errors import CalibrationError
-from vllm_medusa.calibration.live import set_tree_size
+from vllm_medusa.calibration.live import model_runner, set_tree_size
 from vllm_medusa.load import LoadMeter
 
 SIZES = (0, 1, 2, 3, 4, 5, 6, 7, 9, 11, 15, 23, 31, 47, 63, 95, 127)
@@ -191,9 +191,8 @@ class _StepMeter:
         self.vocab_size = config.model_config.get_vocab_size()
         self.max_num_batched_tokens = config.scheduler_config.max_num_batched_tokens
         self.paths = config.speculative_config.tree
-        core = self.engine.engine_core.engine_core
-        runner = core.model_executor.driver_worker.worker.model_runner
-        self.scheduler = core.scheduler
+        self.scheduler = self.engine.engine_core.engine_core.scheduler
+        runner = model_runner(llm)
         self.clock = StepClock()
         self.clock.time(runner, "_model_forward", "forward")
         self.clock.time(runner, "propose_draft_token_ids", "drafting")

@@ -1,8 +1,14 @@
-"""Changing the size of the trees while an engine runs."""
+"""Reaching into an engine that runs in this process."""
 
 from __future__ import annotations
 
 from typing import Any
+
+
+def model_runner(llm: Any) -> Any:
+    """The model runner of vLLM's ``LLM`` (VLLM_ENABLE_V1_MULTIPROCESSING=0, one worker)."""
+    core = llm.llm_engine.engine_core.engine_core
+    return core.model_executor.driver_worker.worker.model_runner
 
 
 def set_tree_size(scheduler: Any, num_nodes: int) -> None:

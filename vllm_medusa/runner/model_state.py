@@ -24,13 +24,11 @@ from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState, use_penalty
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from vllm_medusa.acceptance import AcceptedPaths
+from vllm_medusa.acceptance import NO_LIMIT, AcceptedPaths
 from vllm_medusa.acceptance_kernel import walk_drawn_tokens
 from vllm_medusa.bank import TreeBank
 from vllm_medusa.runner.tree_sampler import TreeSampler
 from vllm_medusa.tree import TokenTree
-
-NO_LIMIT = 2**31 - 1
 
 BUILT_IN_RULES = (LogitBiasState, PenaltiesState, BadWordsState)
 

@@ -26,7 +26,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_medusa.acceptance import NO_TOKEN, AcceptedPaths, walk
+from vllm_medusa.acceptance import NO_LIMIT, NO_TOKEN, AcceptedPaths, walk
 from vllm_medusa.agreement import decide_once
 from vllm_medusa.attention.backends import CPUSlotMover, tree_attention
 from vllm_medusa.attention.cpu import TreeCPUAttentionMetadataBuilder
@@ -37,8 +37,6 @@ from vllm_medusa.drafts import TreeDraftTokenIds
 from vllm_medusa.lookup import lookup
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.without_trees import reason_without_trees
-
-NO_LIMIT = 2**31 - 1
 
 # Places in the bank.
 HEADS_TREE, LOOKUP_CHAIN = 0, 1
