@@ -36,16 +36,19 @@ MODELS = {
                      "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000},
 }  # fmt: skip
 TOY = {
-    "toy": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "toy": {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256},
 }  # fmt: skip
 CONTEXTS = (512, 4096, 16384)
-TOY_CONTEXTS = (16, 40)
 DEPTH = 4
 NODES = 63
 TOKENS = 128  # per measured run
 REPETITIONS = 5
 """Runs per context; the median counts."""
+# At toy size.
+TOY_CONTEXTS = (24,)
+TOY_NODES = 15
+TOY_TOKENS = 12
 
 
 def parts(toy: bool) -> list[dict[str, Any]]:
@@ -116,11 +119,11 @@ class Oracle:
     """
 
     def __init__(self, llm: Any) -> None:
+        from vllm_medusa.calibration.live import model_runner
         from vllm_medusa.runner.speculator import MedusaSpeculator
         from vllm_medusa.runner.v2 import TreeModelRunner
 
-        core = llm.llm_engine.engine_core.engine_core
-        self.runner = core.model_executor.driver_worker.worker.model_runner
+        self.runner = model_runner(llm)
         assert isinstance(self.runner, TreeModelRunner)
         self.text: Any = None
         original = MedusaSpeculator.propose
@@ -159,10 +162,10 @@ def measure_engine(part: dict[str, Any], toy: bool) -> dict[str, Any]:
 
     shape = (TOY if toy else MODELS)[part["model"]]
     contexts = TOY_CONTEXTS if toy else CONTEXTS
-    tokens = 16 if toy else TOKENS
+    tokens = TOY_TOKENS if toy else TOKENS
     dtype = "float32" if toy else "bfloat16"
     longest = max(contexts) + tokens + NODES + 2
-    nodes = 15 if toy else NODES
+    nodes = TOY_NODES if toy else NODES
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         options: dict[str, Any] = {
@@ -190,6 +193,8 @@ def measure_engine(part: dict[str, Any], toy: bool) -> dict[str, Any]:
                 "model": str(make_heads(folder / "heads", shape["hidden_size"])),
                 "tree": [list(path) for path in tree],
             }
+            if toy:  # else vLLM's CPU attention, which is no GPU's
+                options["attention_config"] = {"backend": "TRITON_ATTN"}
         llm = LLM(**options)
         oracle = Oracle(llm) if tree else None
         greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -248,7 +253,7 @@ def measure_kernels(part: dict[str, Any], toy: bool) -> dict[str, Any]:
     dtype = torch.float32 if toy else torch.bfloat16
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     head_size = shape["hidden_size"] // heads
-    nodes = 15 if toy else NODES
+    nodes = TOY_NODES if toy else NODES
     rows, block_size = nodes + 1, 16
     bank = TreeBank([default_tree(DEPTH, nodes)], device)
 
@@ -337,7 +342,7 @@ def microseconds(call: Any, device: Any, repetitions: int) -> float:
 # -- all parts -------------------------------------------------------------------------------------
 
 
-def page(results: dict[str, Any], device: str) -> str:
+def page(results: dict[str, Any], device: str, toy: bool) -> str:
     """The results as Markdown tables."""
     from vllm_medusa.bench.report import markdown_table
 
@@ -357,8 +362,9 @@ def page(results: dict[str, Any], device: str) -> str:
     lines = [
         f"# Steps and kernels on {device}",
         "",
-        f"Random weights, batch 1, greedy, medians of {REPETITIONS} runs of {TOKENS} tokens; an "
-        f"oracle drafts, so that whole paths are accepted (trees of {NODES} nodes, depth {DEPTH}).",
+        f"Random weights, batch 1, greedy, medians of {1 if toy else REPETITIONS} runs of "
+        f"{TOY_TOKENS if toy else TOKENS} tokens; an oracle drafts, so that whole paths are "
+        f"accepted (trees of {TOY_NODES if toy else NODES} nodes, depth {DEPTH}).",
         "",
         *markdown_table(head, steps),
         "",
@@ -410,7 +416,7 @@ def main() -> None:
         results[name] = run_part(part, args.toy, args.output / "part.json")
         file.write_text(json.dumps(results, indent=1) + "\n")
     (args.output / "part.json").unlink(missing_ok=True)
-    text = page(results, device_name(args.toy))
+    text = page(results, device_name(args.toy), args.toy)
     (args.output / "gpu.md").write_text(text, encoding="utf-8")
     print(text)
 
