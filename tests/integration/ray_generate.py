@@ -22,7 +22,7 @@ def where(worker):
 def plugin_is_loaded(worker):
     from vllm.engine.arg_utils import EngineArgs
 
-    return hasattr(EngineArgs.create_speculative_config, "_vllm_medusa")
+    return EngineArgs.create_speculative_config.__code__.co_filename.endswith("plugin.py")
 
 
 def seed(worker, number, differently):
