@@ -89,7 +89,7 @@ RAY_TESTS := tests/integration/test_ray.py tests/integration/test_ray_serve.py
 V2_TESTS := tests/integration/test_greedy_schedules.py tests/integration/test_kv_cache.py \
 	tests/integration/test_triton_attention.py
 V2_MORE := tests/integration/test_greedy.py tests/integration/test_sampled.py \
-	tests/integration/test_v2_runner.py
+	tests/integration/test_structured_outputs.py tests/integration/test_v2_runner.py
 
 .PHONY: test
 test: setup ## run the tests
@@ -101,6 +101,12 @@ test: setup ## run the tests
 .PHONY: test-v2
 test-v2: setup ## all tests of vLLM's V2 runner in Triton's interpreter, also those too slow for every day
 	@export VLLM_USE_V2_MODEL_RUNNER=1; { $(PYTEST) $(V2_TESTS) $(V2_MORE) $(ARGS); } $(OR_NONE)
+
+# The compiled parts are those of the installed release: vLLM 0.33 has no build for CPUs.
+.PHONY: test-v2-0.33
+test-v2-0.33: setup ## the same with the V2 runner of vLLM 0.33.0
+	@$(PYTHON_VENV) -m ci.vllm_source --runnable 0.33.0
+	@PYTHONPATH=$(CURDIR)/.cache/vllm-0.33.0 VLLM_TARGET_DEVICE=cpu $(MAKE) test-v2
 
 .PHONY: test-ray
 test-ray: setup ## tests on real Ray clusters, on an otherwise idle machine

@@ -277,7 +277,7 @@ def measure_kernels(part: dict[str, Any], toy: bool) -> dict[str, Any]:
         drawn = torch.randint(0, 2, (rows,), device=device)
         walk = (
             drawn, drawn, batch.query_start_loc, torch.zeros(1, dtype=torch.int64, device=device),
-            bank.parents, torch.full((1,), 99, dtype=torch.int32, device=device), DEPTH + 1,
+            bank.parents, DEPTH + 1,
         )  # fmt: skip
         paths, mover = walk_drawn_tokens(*walk), SlotMover(caches)
         slots = torch.arange(context, context + rows, device=device)

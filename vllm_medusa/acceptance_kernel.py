@@ -21,7 +21,6 @@ def _walk_kernel(
     tree_ptr,  # [B]
     parents_ptr,  # [trees, max nodes]
     parents_stride,
-    max_steps_ptr,  # [B]
     NO_TOKEN: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -30,7 +29,6 @@ def _walk_kernel(
     first = tl.load(cu_num_rows_ptr + request)
     num_nodes = tl.load(cu_num_rows_ptr + request + 1) - first - 1
     tree = tl.load(tree_ptr + request)
-    max_steps = tl.load(max_steps_ptr + request)
     node = tl.arange(0, BLOCK)
     is_node = node < num_nodes
     parents = tl.load(parents_ptr + tree * parents_stride + node, mask=is_node, other=-1)
@@ -43,7 +41,7 @@ def _walk_kernel(
         tl.store(rows_ptr + request * STEPS + step, row)
         is_child = is_node & (parents == row) & (drafts == token)
         child = tl.min(tl.where(is_child, node, BLOCK), axis=0)
-        walking = walking & (child < BLOCK) & (step + 1 < max_steps)
+        walking = walking & (child < BLOCK)
         row = tl.where(walking, child + 1, row)
 
 
@@ -53,18 +51,16 @@ def walk_drawn_tokens(
     cu_num_rows: torch.Tensor,
     trees: torch.Tensor,
     parents: torch.Tensor,
-    max_steps: torch.Tensor,
     num_steps: int,
 ) -> AcceptedPaths:
     """Walk the trees of B requests.
 
     Args:
         drawn: int64 [rows], the token drawn from the target at every row.
-        drafts: integers [rows], the token that was read at every row.
+        drafts: integers [rows], the token that was read at every row; ``NO_TOKEN``: none to accept.
         cu_num_rows: int32 [B + 1], where each request's rows begin: its root, then its nodes.
         trees: int64 [B], each request's tree.
         parents: int64 [trees, nodes], ``TreeBank.parents``.
-        max_steps: int32 [B], how many tokens a request may take at most.
         num_steps: depth of the deepest tree, and one.
 
     Returns:
@@ -82,7 +78,6 @@ def walk_drawn_tokens(
         trees,
         parents,
         parents.stride(0),
-        max_steps,
         NO_TOKEN=NO_TOKEN,
         STEPS=num_steps,
         BLOCK=triton.next_power_of_2(parents.shape[1]),

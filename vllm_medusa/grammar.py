@@ -12,9 +12,11 @@ therefore needs right masks only.
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
+from vllm.config import VllmConfig
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.utils import strip_speculative_padding
@@ -48,6 +50,7 @@ def tree_bitmask(
     request_ids: Sequence[str],
     scheduled: Mapping[str, list[int]],
     tree: TokenTree,
+    width: int | None = None,
 ) -> NDArray[np.int32] | None:
     """Which tokens may come next at every row.
 
@@ -57,6 +60,7 @@ def tree_bitmask(
         request_ids: those with a grammar that sample in this step.
         scheduled: their drafts, where they have any.
         tree: the heads' tree.
+        width: rows for every request, used or not; None: as many as it has.
 
     Returns:
         int32 [rows of these requests, vocabulary / 32], one bit a token; the rows of a request are
@@ -66,16 +70,29 @@ def tree_bitmask(
     if not request_ids:
         return None
     drafts_of = [scheduled.get(name, []) for name in request_ids]
-    num_rows = sum(1 + len(drafts) for drafts in drafts_of)
-    bitmask = manager.backend.allocate_token_bitmask(num_rows).fill_(-1)
+    num_rows = [width or 1 + len(drafts) for drafts in drafts_of]
+    bitmask = manager.backend.allocate_token_bitmask(sum(num_rows)).fill_(-1)
     first = 0
-    for name, drafts in zip(request_ids, drafts_of, strict=True):
+    for name, drafts, size in zip(request_ids, drafts_of, num_rows, strict=True):
         request = requests[name]
-        for row, is_constrained in _rows(manager, request, drafts, tree):
-            if is_constrained:
+        for row, stage in _rows(manager, request, drafts, tree):
+            if stage is Stage.CONSTRAINED:
                 request.structured_output_request.grammar.fill_bitmask(bitmask, first + row)
-        first += 1 + len(drafts)
+            elif stage is Stage.THINKING:
+                _take_out(bitmask[first + row].numpy(), _no_ends_of_thinking(manager, request))
+        first += size
     return bitmask.numpy()
+
+
+def bitmask_width(config: VllmConfig) -> int | None:
+    """How many rows of the bitmask a request has, used or not; None: as many as it needs."""
+    if not config.use_v2_model_runner:
+        return None
+    from vllm.v1.worker.gpu import structured_outputs
+
+    # The runner of 0.32 is told row by row where a mask belongs; that of 0.33 counts.
+    is_told = hasattr(structured_outputs, "_build_grammar_mapping")
+    return None if is_told else 1 + config.speculative_config.num_speculative_tokens
 
 
 def accept_one_by_one(
@@ -108,9 +125,30 @@ def _has_begun(manager: StructuredOutputManager, request: Request) -> bool:
     return manager._get_constraint_bounds(request, ()).constraint_start == 0
 
 
+def _no_ends_of_thinking(manager: StructuredOutputManager, request: Request) -> Sequence[int]:
+    """Tokens that would end the thinking and begin the output, as which the grammar refuses them;
+    known to vLLM since 0.33."""
+    find = getattr(manager, "_masked_reasoning_ends", None)
+    return () if find is None else find(request)
+
+
+def _take_out(row: NDArray[np.int32], tokens: Sequence[int]) -> None:
+    """Forbid tokens in a row of a bitmask, [vocabulary / 32]."""
+    for token in tokens:
+        row.view(np.uint32)[token // 32] &= ~np.uint32(1 << token % 32)
+
+
+class Stage(Enum):
+    """Where the text behind a path is: before, in, or behind what the grammar describes."""
+
+    THINKING = "thinking"
+    CONSTRAINED = "constrained"
+    ENDED = "ended"
+
+
 def _rows(
     manager: StructuredOutputManager, request: Request, drafts: list[int], tree: TokenTree
-) -> Iterator[tuple[int, bool]]:
+) -> Iterator[tuple[int, Stage]]:
     """Visit the root and all drafts whose path the grammar allows, parents first.
 
     Yields the row and whether the grammar says what comes next there. While a row is out, the
@@ -121,11 +159,11 @@ def _rows(
     # vLLM marks drafts that it could not fill with -1; nothing stands behind them.
     drafts = strip_speculative_padding(drafts)
 
-    def visit(row: int, path: list[int], has_begun: bool) -> Iterator[tuple[int, bool]]:
-        has_ended = has_begun and grammar.is_terminated()
-        yield row, has_begun and not has_ended
-        if has_ended:
+    def visit(row: int, path: list[int], has_begun: bool) -> Iterator[tuple[int, Stage]]:
+        if has_begun and grammar.is_terminated():
+            yield row, Stage.ENDED
             return
+        yield row, Stage.CONSTRAINED if has_begun else Stage.THINKING
         for child in children[row]:
             if child > len(drafts):
                 return

@@ -7,6 +7,7 @@ they send to the front end has no room for numbers of ours.
 
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
@@ -30,8 +31,8 @@ def add_metrics(stat_logger: PrometheusStatLogger) -> None:
         _counters[reason] = counter.labels(model, reason)
 
 
-def count_request(params: SamplingParams) -> None:
+def count_request(params: SamplingParams, config: VllmConfig) -> None:
     """Count a request that was let in, each of its ``n`` answers as one, as vLLM counts them."""
-    reason = reason_without_trees(params)
+    reason = reason_without_trees(params, config)
     if reason in _counters:  # not where the engine keeps no metrics
         _counters[reason].inc(params.n)

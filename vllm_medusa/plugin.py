@@ -173,12 +173,6 @@ def _wrap_scheduling() -> None:
     VllmConfig.__post_init__ = __post_init__
 
 
-def _follows_trees(config: Any) -> bool:
-    """Whether the runner says how a request's drafts hang together: V1 does. On V2 requests with a
-    grammar take one token per step, for which vLLM's own masks are right."""
-    return _is_ours(config.speculative_config) and not config.use_v2_model_runner
-
-
 def _wrap_structured_outputs() -> None:
     """Let grammars follow the paths of a tree; vLLM takes a request's drafts for a chain."""
     from vllm.v1.structured_output import StructuredOutputManager
@@ -190,7 +184,7 @@ def _wrap_structured_outputs() -> None:
     # The first and the last are called for all requests, also for those without a grammar.
     @functools.wraps(stock_validate)
     def validate_tokens(self: Any, request: Any, spec_tokens: list[int]) -> list[int]:
-        if not (request.use_structured_output and _follows_trees(self.vllm_config)):
+        if not (request.use_structured_output and _is_ours(self.vllm_config.speculative_config)):
             return stock_validate(self, request, spec_tokens)
         from vllm_medusa.grammar import valid_drafts
 
@@ -199,17 +193,18 @@ def _wrap_structured_outputs() -> None:
 
     @functools.wraps(stock_bitmask)
     def grammar_bitmask(self: Any, requests: Any, request_ids: Any, *args: Any) -> Any:
-        if not _follows_trees(self.vllm_config):
+        if not _is_ours(self.vllm_config.speculative_config):
             return stock_bitmask(self, requests, request_ids, *args)
-        from vllm_medusa.grammar import tree_bitmask
+        from vllm_medusa.grammar import bitmask_width, tree_bitmask
 
         (scheduled,) = args
         tree = self.vllm_config.speculative_config.token_tree
-        return tree_bitmask(self, requests, request_ids, scheduled, tree)
+        width = bitmask_width(self.vllm_config)
+        return tree_bitmask(self, requests, request_ids, scheduled, tree, width)
 
     @functools.wraps(stock_accept)
     def accept_tokens(self: Any, request: Any, new_token_ids: list[int]) -> bool:
-        if not (request.use_structured_output and _follows_trees(self.vllm_config)):
+        if not (request.use_structured_output and _is_ours(self.vllm_config.speculative_config)):
             return stock_accept(self, request, new_token_ids)
         from vllm_medusa.grammar import accept_one_by_one
 
@@ -264,7 +259,7 @@ def _wrap_input_processor() -> None:
         if _is_ours(self.vllm_config.speculative_config):
             from vllm_medusa.metrics import count_request
 
-            count_request(request.sampling_params)
+            count_request(request.sampling_params, self.vllm_config)
         return request
 
     InputProcessor.process_inputs = process_inputs

@@ -22,9 +22,9 @@ TESTED_ARCHITECTURES = (
 )
 
 # What is served, by release and model runner of vLLM: the one place to enable another. A release
-# needs a manifest in patches/ too; 0.33.0 has one, and no line here until tests/integration pass
-# with its V2 runner. V1 serves on CPUs only (runner/v1.py), and not in 0.33: vLLM deprecates it.
-SERVED = {("0.32.0", "V1"), ("0.32.0", "V2")}
+# needs a manifest in patches/ too. V1 serves on CPUs only (runner/v1.py), and not in 0.33: vLLM
+# deprecates it, and has no wheel of that release for CPUs.
+SERVED = {("0.32.0", "V1"), ("0.32.0", "V2"), ("0.33.0", "V2")}
 
 # vLLM's workers, by what is used in their place: the same with another model runner.
 WORKERS = {

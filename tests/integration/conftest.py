@@ -20,12 +20,11 @@ def top_k_top_p_of_torch() -> Iterator[None]:
     numbers of Python's for methods of Triton's); its PyTorch function gives the same."""
     from vllm.v1.sample.ops import topk_topp_sampler
 
+    def apply(logits, k, p, has_topp_only_rows=True):  # a hint, since 0.33
+        return topk_topp_sampler.apply_top_k_top_p_pytorch(logits, k, p)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            topk_topp_sampler,
-            "apply_top_k_top_p_triton",
-            topk_topp_sampler.apply_top_k_top_p_pytorch,
-        )
+        patch.setattr(topk_topp_sampler, "apply_top_k_top_p_triton", apply)
         yield
 
 

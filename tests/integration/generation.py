@@ -102,6 +102,37 @@ def generate(
     )
 
 
+def step_through(
+    llm: LLM,
+    arrivals: Mapping[int, Mapping[str, list[int]]],
+    aborts: Mapping[int, list[str]],
+    each: Mapping[str, Mapping[str, object]] | None = None,
+    **params: object,
+) -> dict[str, RequestOutput]:
+    """Run an engine step by step.
+
+    Args:
+        llm: the engine.
+        arrivals: step -> the prompts that arrive before it, by name.
+        aborts: step -> names of the requests that are aborted before it.
+        each: sampling parameters of each request by name, besides those for all.
+        params: sampling parameters of all requests.
+
+    Returns:
+        The last that each request had said, by name; nothing of those that said nothing.
+    """
+    engine, said, step = llm.llm_engine, {}, 0
+    while engine.has_unfinished_requests() or step <= max(arrivals):
+        for name, prompt in arrivals.get(step, {}).items():
+            own = sampling_params(**{**params, **(each or {}).get(name, {})})
+            engine.add_request(name, {"prompt_token_ids": prompt}, own)
+        engine.abort_request(aborts.get(step, []))
+        for output in engine.step():
+            said[output.request_id] = output
+        step += 1
+    return said
+
+
 def tokens(outputs: Iterable[RequestOutput]) -> list[list[int]]:
     """The generated token ids of each request."""
     return [list(output.outputs[0].token_ids) for output in outputs]

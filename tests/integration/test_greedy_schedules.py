@@ -16,8 +16,8 @@ from tests.integration.generation import (
     generate,
     make_prompts,
     medusa,
-    sampling_params,
     some,
+    step_through,
     tokens,
 )
 from tests.integration.oracle import Oracle, oracle_drafts
@@ -57,30 +57,6 @@ def guided(llm, prompts, expected, each=None, **params):
     # Drafts were right: paths of every length were accepted.
     assert len(watch.lengths) > 2
     return outputs, watch
-
-
-def step_through(llm, arrivals, aborts):
-    """Run an engine step by step.
-
-    Args:
-        llm: the engine.
-        arrivals: step -> the prompts that arrive before it, by name.
-        aborts: step -> names of the requests that are aborted before it.
-
-    Returns:
-        The tokens that each request had said at its end.
-    """
-    engine, said, step = llm.llm_engine, {}, 0
-    while engine.has_unfinished_requests() or step <= max(arrivals):
-        for name, prompt in arrivals.get(step, {}).items():
-            engine.add_request(
-                name, {"prompt_token_ids": prompt}, sampling_params(max_tokens=LENGTH)
-            )
-        engine.abort_request(aborts.get(step, []))
-        for output in engine.step():
-            said[output.request_id] = list(output.outputs[0].token_ids)
-        step += 1
-    return said
 
 
 # -- what is read in a step ------------------------------------------------------------------------
@@ -154,8 +130,8 @@ def test_all_but_one_token_cached(tree_engine, models, reference):
     arrivals = {0: dict(zip("abcd", others, strict=True)), 5: {"e": cached[0]}}
     arrivals |= {7: {"f": cached[1], "g": cached[2]}, 8: {"h": cached[3]}}
     with watching() as watch, oracle_drafts(Oracle(continuations(prompts, expected), VOCAB)):
-        said = step_through(llm, arrivals, {})
-    assert [said[name] for name in "efghabcd"] == expected
+        said = step_through(llm, arrivals, {}, max_tokens=LENGTH)
+    assert tokens(said[name] for name in "efghabcd") == expected
     assert not any(step["padded"] for step in watch.steps)
 
 
@@ -205,10 +181,11 @@ def test_staggered_arrivals_and_aborts(tree_engine, models, reference, prompts):
     aborted = {4: names[:2], 7: [names[3]], 9: [names[12], names[7]]}
     llm = tree_engine()
     with watching() as watch, oracle_drafts(Oracle(continuations(prompts, expected), VOCAB)):
-        said = step_through(llm, arrivals, aborted)
+        said = step_through(llm, arrivals, aborted, max_tokens=LENGTH)
     gone = {name for step in aborted.values() for name in step}
     for name, text in zip(names, expected, strict=True):
-        found = said.get(name, [])  # aborted before it said anything
+        # Or aborted before it said anything.
+        found = tokens([said[name]])[0] if name in said else []
         assert found == text[: len(found)]
         assert (len(found) < LENGTH) == (name in gone)
     assert watch.met("chunk", "tree")

@@ -10,6 +10,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from tests.integration.generation import (
     SMALL_BUSHY,
     continuations,
+    fewer,
     generate,
     make_prompts,
     medusa,
@@ -37,8 +38,9 @@ SETTINGS = {
     "top-k, top-p": {"temperature": 1.0, "top_k": 9, "top_p": 0.85},
     "min-p, top-k": {"temperature": 0.5, "min_p": 0.02, "top_k": 12},
 }
-if INTERPRETED:  # where a step takes seconds
+if INTERPRETED:  # where a row takes milliseconds
     SETTINGS = {"top-k, top-p": SETTINGS["top-k, top-p"]}
+    TREE = [[0], [1], [0, 0], [0, 1], [1, 0]]
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +224,7 @@ def assert_same_with_trees(llm, prompts, each, expected, **params):
     return outputs, watch
 
 
+LENGTH = fewer(40, 24)
 SAMPLING = [
     {"temperature": 0.0},
     {"temperature": 1.0},
@@ -240,15 +243,15 @@ def test_seeds(budget, tree_engine, models, reference):
     vLLM itself cannot read the prompt of a request with a seed in pieces on a CPU: it rewinds the
     generator for every piece ("CPU Generator does not use offset").
     """
-    prompts = make_prompts(21, VOCAB, seed=8)
+    prompts = make_prompts(fewer(21, 7), VOCAB, seed=8)
     each = [{**SAMPLING[number % 7], "seed": number} for number in range(len(prompts))]
-    expected = reference(models(), prompts, each, max_tokens=40)
+    expected = reference(models(), prompts, each, max_tokens=LENGTH)
     unseeded = make_prompts(3, VOCAB, seed=9)
     llm = tree_engine(max_num_batched_tokens=budget, max_num_seqs=24)
     known = continuations(prompts, tokens(expected)) | {tuple(prompt): [] for prompt in unseeded}
     with watching() as watch, oracle_drafts(Oracle(known, VOCAB)):
         outputs = generate(
-            llm, unseeded + prompts, [{"temperature": 1.0}] * 3 + each, max_tokens=40
+            llm, unseeded + prompts, [{"temperature": 1.0}] * 3 + each, max_tokens=LENGTH
         )
     for own, said, should in zip(each, tokens(outputs[3:]), tokens(expected), strict=True):
         assert said == should, own
@@ -259,9 +262,9 @@ def test_seeds(budget, tree_engine, models, reference):
 def test_seeds_with_preemption(tree_engine, models, reference):
     prompts = [prompt[:60] for prompt in make_prompts(14, VOCAB, seed=10)]
     each = [{**SAMPLING[number % 7], "seed": number} for number in range(len(prompts))]
-    expected = reference(models(), prompts, each, max_tokens=40)
+    expected = reference(models(), prompts, each, max_tokens=LENGTH)
     llm = tree_engine(block_size=32, num_gpu_blocks_override=15, max_model_len=128)
-    _, watch = assert_same_with_trees(llm, prompts, each, expected, max_tokens=40)
+    _, watch = assert_same_with_trees(llm, prompts, each, expected, max_tokens=LENGTH)
     assert watch.preemptions > 3
 
 
@@ -285,15 +288,15 @@ RULES = {
 @pytest.mark.parametrize("temperature", some([0.0, 0.7]))
 def test_rules(temperature, tree_engine, models, reference):
     """Each request has its own rule; all are in one batch."""
-    prompts = make_prompts(3 * len(RULES), VOCAB, seed=11)
+    prompts = make_prompts(fewer(3, 1) * len(RULES), VOCAB, seed=11)
     plain = [{"temperature": temperature, "seed": number} for number in range(len(prompts))]
-    texts = tokens(reference(models(), prompts, plain, max_tokens=40))
+    texts = tokens(reference(models(), prompts, plain, max_tokens=LENGTH))
     rules = itertools.cycle(RULES.values())
     each = [own | rule(text) for own, rule, text in zip(plain, rules, texts, strict=False)]
-    expected = reference(models(), prompts, each, max_tokens=40)
+    expected = reference(models(), prompts, each, max_tokens=LENGTH)
     changed = [said != text for said, text in zip(tokens(expected), texts, strict=True)]
     assert sum(changed) > len(prompts) / 2
-    outputs, _ = assert_same_with_trees(tree_engine(), prompts, each, expected, max_tokens=40)
+    outputs, _ = assert_same_with_trees(tree_engine(), prompts, each, expected, max_tokens=LENGTH)
     for output, should in zip(outputs, expected, strict=True):
         assert output.outputs[0].finish_reason == should.outputs[0].finish_reason
 
@@ -328,12 +331,12 @@ WORDS = {
 def test_rules_in_words(temperature, with_tokenizer):
     """Rules that need a tokenizer."""
     plain, trees = with_tokenizer
-    prompts = make_prompts(3 * len(WORDS), VOCAB, seed=12)
+    prompts = make_prompts(fewer(3, 1) * len(WORDS), VOCAB, seed=12)
     each = [{"temperature": temperature, "seed": number} for number in range(len(prompts))]
-    texts = tokens(generate(plain, prompts, each, max_tokens=40))
+    texts = tokens(generate(plain, prompts, each, max_tokens=LENGTH))
     rules = itertools.cycle(WORDS.items())
     each = [own | rule(text) for own, (_, rule), text in zip(each, rules, texts, strict=False)]
-    params = {"max_tokens": 40, "detokenize": True}
+    params = {"max_tokens": LENGTH, "detokenize": True}
     expected = generate(plain, prompts, each, **params)
     # A stop string only ends a text. Its tokens may go on behind it, up to the step's last one.
     texts_to_come = [
@@ -354,16 +357,16 @@ def test_rules_in_words(temperature, with_tokenizer):
 
 @pytest.mark.parametrize("temperature", some([0.0, 0.7]))
 def test_logprobs(temperature, tree_engine, models, reference):
-    prompts = make_prompts(12, VOCAB, seed=13)
+    prompts = make_prompts(fewer(12), VOCAB, seed=13)
     asked = [{}, {"logprobs": 0}, {"logprobs": 3}, {"logprobs": 7, "presence_penalty": 1.0}]
     each = [
         {"temperature": temperature, "seed": number, **asked[number % len(asked)]}
         for number in range(len(prompts))
     ]
     each[-1]["prompt_logprobs"] = 2
-    expected = reference(models(), prompts, each, max_tokens=30)
+    expected = reference(models(), prompts, each, max_tokens=fewer(30, 12))
     llm = tree_engine(max_num_batched_tokens=60, max_num_seqs=24)
-    outputs, watch = assert_same_with_trees(llm, prompts, each, expected, max_tokens=30)
+    outputs, watch = assert_same_with_trees(llm, prompts, each, expected, max_tokens=fewer(30, 12))
     assert watch.met("chunk", "tree")
     for own, output, should in zip(each, outputs, expected, strict=True):
         assert_logprobs_agree(output.outputs[0].logprobs, should.outputs[0].logprobs)

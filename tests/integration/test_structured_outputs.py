@@ -10,9 +10,11 @@ from tests.integration.generation import (
     SMALL_BUSHY,
     continuations,
     endings,
+    fewer,
     generate,
     make_prompts,
     medusa,
+    some,
     tokens,
 )
 from tests.integration.grammars import fits, random_spec
@@ -24,7 +26,7 @@ DEPTH = max(map(len, SMALL_BUSHY))
 # Prompts are made of these tokens: broken UTF-8 at their end would show in the texts behind them.
 ASCII = 127
 # Of the test of random grammars, in both backends together.
-NUM_SPECS = 200
+NUM_SPECS = 2 * fewer(100)
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +92,11 @@ def test_random_grammars(backend, engines):
         asking(spec, temperature=0.8 * (number % 2), seed=number)
         for number, spec in enumerate(specs)
     ]
-    others = [{"seed": number, **OTHERS[number % len(OTHERS)]} for number in range(20)]
+    others = [{"seed": number, **OTHERS[number % len(OTHERS)]} for number in range(fewer(20))]
     prompts = make_prompts(len(each) + len(others), ASCII, longest=40, seed=21)
     outputs, watch = compare(
         engines(backend, trees=False), engines(backend, trees=True),
-        prompts, each + others, max_tokens=100,
+        prompts, each + others, max_tokens=fewer(100, 48),
     )  # fmt: skip
     finished = 0
     for spec, output in zip(specs, outputs, strict=False):
@@ -107,11 +109,13 @@ def test_random_grammars(backend, engines):
 
 @pytest.mark.parametrize(
     "options, met",
-    [
-        ({"max_num_batched_tokens": 60, "max_num_seqs": 24}, ("chunk", "tree")),
-        ({"block_size": 32, "num_gpu_blocks_override": 15, "max_model_len": 128}, ("tree",)),
-    ],
-    ids=["small budget", "preemption"],
+    some(
+        [
+            ({"max_num_batched_tokens": 60, "max_num_seqs": 24}, ("chunk", "tree")),
+            ({"block_size": 32, "num_gpu_blocks_override": 15, "max_model_len": 128}, ("tree",)),
+        ]
+    ),
+    ids=some(["small budget", "preemption"]),
 )
 def test_grammars_under_pressure(options, met, engines):
     """Prompts read in pieces beside trees, trees cut by the budget, requests thrown out."""
@@ -134,14 +138,16 @@ CHOICE = {"choice": ["yes", "yes, of course", "no", "true", "truest"]}
 
 @pytest.mark.parametrize(
     "backend, spec",
-    [
-        ("xgrammar", {"grammar": EBNF}),
-        ("guidance", {"grammar": LARK}),
-        ("xgrammar", {"json_object": True}),
-        ("guidance", {"json_object": True}),
-        ("xgrammar", CHOICE),
-        ("guidance", CHOICE),
-    ],
+    some(
+        [
+            ("xgrammar", {"grammar": EBNF}),
+            ("guidance", {"grammar": LARK}),
+            ("xgrammar", {"json_object": True}),
+            ("guidance", {"json_object": True}),
+            ("xgrammar", CHOICE),
+            ("guidance", CHOICE),
+        ]
+    ),
 )
 def test_other_kinds(backend, spec, engines):
     prompts = make_prompts(12, ASCII, longest=20, seed=23)
@@ -153,6 +159,7 @@ def test_other_kinds(backend, spec, engines):
         assert all(fits(spec, output.outputs[0].text) for output in outputs)
 
 
+@pytest.mark.v1_only(reason="a grammar's backend is not the runner's affair: two others are run")
 def test_outlines(engines):
     specs = [{"regex": "(ab|[0-9]{2,9}x)+-[a-z]{3}"}, CHOICE]
     each = [asking(specs[n % 2], temperature=0.9 * (n % 3), seed=n) for n in range(12)]
@@ -162,7 +169,7 @@ def test_outlines(engines):
     assert max(watch.lengths) >= 2
 
 
-@pytest.mark.parametrize("backend", ["xgrammar", "guidance"])
+@pytest.mark.parametrize("backend", some(["xgrammar", "guidance"]))
 def test_free_text_behind_the_end(backend, engines):
     """With ``ignore_eos`` the text goes on, unmasked, behind the end of the grammar."""
     each = [asking(CHOICE, ignore_eos=True, temperature=0.9 * (n % 2), seed=n) for n in range(12)]
@@ -203,6 +210,7 @@ def test_thinking_first(engines):
     assert max(watch.lengths) == DEPTH
 
 
+@pytest.mark.v1_only(reason="V2 drafts with the heads only")
 @pytest.mark.parametrize("budget", [4096, 60])
 def test_chains_from_the_text(budget, engines):
     """Where a text repeats itself its drafts are a chain, beside others' trees."""
@@ -222,6 +230,7 @@ def test_chains_from_the_text(budget, engines):
     assert max(watch.lengths) > DEPTH  # no tree is as deep
 
 
+@pytest.mark.v1_only(reason="V2 schedules before it knows the drafts")
 def test_nodes_that_break_the_grammar_cost_no_row(engines):
     """Behind the last draft that the grammar allows, none is scheduled."""
     spec = {"regex": "[abc]{40}"}
@@ -236,7 +245,7 @@ def test_nodes_that_break_the_grammar_cost_no_row(engines):
     assert scheduled < 0.75 * len(SMALL_BUSHY) * steps
 
 
-@pytest.mark.parametrize("method", ["grammar_bitmask", "validate_tokens"])
+@pytest.mark.parametrize("method", ["validate_tokens", "grammar_bitmask"])
 def test_a_chain_is_not_enough(method, engines, monkeypatch):
     """With vLLM's own methods, which take drafts for a chain, the text is another or less is
     accepted: these tests would notice."""

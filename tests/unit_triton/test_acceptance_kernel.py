@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_medusa.acceptance import walk
+from vllm_medusa.acceptance import NO_TOKEN, walk
 from vllm_medusa.acceptance_kernel import walk_drawn_tokens
 from vllm_medusa.bank import TreeBank
 from vllm_medusa.tree import TokenTree, default_tree
@@ -27,10 +27,10 @@ def test_equals_the_plain_walk(seed, device):
     torch.cumsum(num_nodes + 1, dim=0, out=cu_num_rows[1:])
     first_rows = cu_num_rows[:-1].long()
     drawn, drafts = (random(VOCAB, int(cu_num_rows[-1])) for _ in range(2))
-    max_steps = torch.where(random(4, len(tree_of)) == 0, 1 + random(3, len(tree_of)), 99)
+    drafts[random(8, len(drafts)) == 0] = NO_TOKEN
     num_steps = 1 + max(tree.depth for tree in trees)
 
-    inputs = (drawn, drafts.int(), cu_num_rows, tree_of, bank.parents, max_steps.int())
+    inputs = (drawn, drafts.int(), cu_num_rows, tree_of, bank.parents)
     found = walk_drawn_tokens(*(tensor.to(device) for tensor in inputs), num_steps)
 
     padded = torch.full((len(tree_of), int(num_nodes.max())), -1)
@@ -41,8 +41,7 @@ def test_equals_the_plain_walk(seed, device):
         padded,
         bank.parents[tree_of, : padded.shape[1]],
         torch.ones(len(tree_of), dtype=torch.bool),
-        max_steps,
-        num_steps,
+        num_steps=num_steps,
     )
     assert torch.equal(found.tokens.cpu(), expected.tokens)
     assert torch.equal(found.rows.cpu(), expected.rows)

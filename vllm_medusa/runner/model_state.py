@@ -15,7 +15,6 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
 from vllm.v1.worker.gpu.model_states.interface import ModelState
@@ -24,7 +23,7 @@ from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState, use_penalty
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from vllm_medusa.acceptance import NO_LIMIT, AcceptedPaths
+from vllm_medusa.acceptance import AcceptedPaths
 from vllm_medusa.acceptance_kernel import walk_drawn_tokens
 from vllm_medusa.bank import TreeBank
 from vllm_medusa.runner.tree_sampler import TreeSampler
@@ -49,8 +48,6 @@ class TreeModelState(ModelState):
         tree_of: int64 [max_num_reqs], by slot: each request's tree in the bank.
         tree_index: int32 [max_num_reqs], by place in the batch: the tree, or -1 where rows are a
             piece of a prompt.
-        max_steps: int32 [max_num_reqs], by slot: how many tokens a request may take in one step;
-            written by the host without waiting for the device.
         looks_back: bool [max_num_reqs], by slot, on the host: rules look back at the text.
         last_rows: int64 [max_num_reqs], by place in the batch: row where the newest token was
             drawn, counted from the request's first row of logits.
@@ -67,7 +64,6 @@ class TreeModelState(ModelState):
         self.num_steps = tree.depth + 1
         self.tree_of = torch.zeros(size, dtype=torch.int64, device=device)
         self.tree_index = torch.zeros(size, dtype=torch.int32, device=device)
-        self.max_steps = UvaBackedTensor(size, dtype=torch.int32)
         self.last_rows = torch.zeros(size, dtype=torch.int64, device=device)
         self.looks_back = np.zeros(size, dtype=bool)
         self.has_custom_rules = False
@@ -83,14 +79,6 @@ class TreeModelState(ModelState):
             or bool(params.bad_words_token_ids)
             or params.thinking_token_budget is not None
         )
-        # A grammar's mask is right at the root only; nodes are masked as if they were a chain.
-        limit = 1 if params.structured_outputs is not None else NO_LIMIT
-        self.max_steps.np[req_index] = limit
-
-    def apply_staged_writes(self) -> None:
-        """Hand the host's notes to the device."""
-        super().apply_staged_writes()
-        self.max_steps.copy_to_uva()
 
     # -- before the forward pass -------------------------------------------------------------------
 
@@ -169,8 +157,7 @@ class TreeModelState(ModelState):
         requests whose rules look back."""
         one, trees = torch.zeros(1, dtype=torch.int64, device=self.device), self.tree_of[:1]
         ends = torch.arange(2, dtype=torch.int32, device=self.device)
-        limit = self.max_steps.gpu[:1]
-        walk_drawn_tokens(one, one.int(), ends, trees, self.bank.parents, limit, self.num_steps)
+        walk_drawn_tokens(one, one.int(), ends, trees, self.bank.parents, self.num_steps)
 
     def keep(self, paths: AcceptedPaths, input_batch: InputBatch) -> None:
         """Compact the accepted paths, and remember where they end."""

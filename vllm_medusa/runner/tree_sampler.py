@@ -54,13 +54,17 @@ class TreeSampler:
             logits: [rows, V], of all requests' rows: root, then nodes.
             input_batch: vLLM's description of the step.
             draft_logits: not used: the drafts are fixed before anything is drawn.
-            invalid_drafts: not used: requests with a grammar take one token per step.
+            invalid_drafts: bool [rows], nodes whose rows no grammar's mask was made for, because
+                the engine core did not know their tokens or their path breaks the grammar.
 
         Returns:
             As vLLM's ``RejectionSampler`` does; ``sampled_token_ids`` is [B, depth + 1].
         """
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
-        paths, processed = self._walk(logits, input_batch)
+        drafts = input_batch.input_ids[input_batch.logits_indices]
+        if invalid_drafts is not None:
+            drafts = drafts.masked_fill(invalid_drafts, NO_TOKEN)
+        paths, processed = self._walk(logits, drafts, input_batch)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             (paths.tokens >= 0).sum(dim=1, dtype=torch.int32),
             input_batch.seq_lens,
@@ -80,35 +84,39 @@ class TreeSampler:
             num_rejected=num_rejected,
         )
 
-    def _walk(self, logits: torch.Tensor, batch: InputBatch) -> tuple[AcceptedPaths, torch.Tensor]:
-        """The accepted paths, and the logits that their tokens were drawn from, [rows, V]."""
+    def _walk(
+        self, logits: torch.Tensor, drafts: torch.Tensor, batch: InputBatch
+    ) -> tuple[AcceptedPaths, torch.Tensor]:
+        """The accepted paths, and the logits that their tokens were drawn from, [rows, V].
+
+        ``drafts``: integers [rows], the tokens of nodes at their rows; ``NO_TOKEN``: not valid.
+        """
         index = batch.idx_mapping_np
         # vLLM's sampler copies logits that it changes, and would have those of all rows at once.
         is_large = logits.shape[0] > get_max_chunk_logits(logits.shape[1])
         if is_large and self.sampler.needs_logits_processing[index].any():
             processed = torch.empty_like(logits, dtype=torch.float32)
             everyone = np.arange(batch.num_reqs)
-            return self._walk_by_depth(logits, batch, everyone, processed), processed
-        paths, processed = self._walk_drawn(logits, batch)
+            return self._walk_by_depth(logits, drafts, batch, everyone, processed), processed
+        paths, processed = self._walk_drawn(logits, drafts, batch)
         looking_back = np.flatnonzero(self.state.looks_back[index])
         if looking_back.size:
-            own = self._walk_by_depth(logits, batch, looking_back, processed)
+            own = self._walk_by_depth(logits, drafts, batch, looking_back, processed)
             requests = async_tensor_h2d(looking_back, device=logits.device)
             paths.tokens[requests], paths.rows[requests] = own
         return paths, processed
 
     def _walk_drawn(
-        self, logits: torch.Tensor, batch: InputBatch
+        self, logits: torch.Tensor, drafts: torch.Tensor, batch: InputBatch
     ) -> tuple[AcceptedPaths, torch.Tensor]:
         """Draw at all rows, then walk."""
-        drafts = batch.input_ids[batch.logits_indices]
         drawn, processed = self.sampler.sample(
             logits,
             batch.expanded_idx_mapping,
             batch.idx_mapping,
             batch.idx_mapping_np,
             batch.positions[batch.logits_indices],
-            drafts,
+            batch.input_ids[batch.logits_indices],
             batch.expanded_local_pos,
             batch.seq_lens_cpu_upper_bound.numpy(),
             return_logprobs=self._num_logprobs(batch) != NO_LOGPROBS,
@@ -119,18 +127,23 @@ class TreeSampler:
             batch.cu_num_logits,
             self.state.tree_of[batch.idx_mapping],
             self.state.bank.parents,
-            self.state.max_steps.gpu[batch.idx_mapping],
             self.state.num_steps,
         )
         return paths, processed
 
     def _walk_by_depth(
-        self, logits: torch.Tensor, batch: InputBatch, requests_np: np.ndarray, kept: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        drafts: torch.Tensor,
+        batch: InputBatch,
+        requests_np: np.ndarray,
+        kept: torch.Tensor,
     ) -> AcceptedPaths:
         """Walk the trees of some requests while drawing.
 
         Args:
             logits: [rows, V], of the whole batch.
+            drafts: integers [rows], likewise.
             batch: the whole batch.
             requests_np: int64 [R], places in the batch of the requests to walk, on the host.
             kept: [rows, V], is given the logits that tokens were drawn from, for logprobs.
@@ -171,11 +184,10 @@ class TreeSampler:
         places = (first_rows[:, None] + 1 + nodes).clamp(max=logits.shape[0] - 1)
         paths = walk(
             draw,
-            tokens_read[places].long().masked_fill(~is_node, NO_TOKEN),
+            drafts[places].long().masked_fill(~is_node, NO_TOKEN),
             state.bank.parents[state.tree_of[index]],
             batch.seq_lens[requests] >= self.req_states.prefill_len.gpu[index],
-            state.max_steps.gpu[index],
-            state.num_steps,
+            num_steps=state.num_steps,
         )
         text.take_back()
         return paths

@@ -223,7 +223,7 @@ class MedusaCPUModelRunner(CPUModelRunner):
         """Whether the request's rules can be followed along a path; if not it is served without
         trees."""
         params = self.requests[self.input_batch.req_ids[index]].sampling_params
-        return reason_without_trees(params) is None
+        return reason_without_trees(params, self.vllm_config) is None
 
 
 class _Target:

@@ -73,9 +73,11 @@ class TreeModelRunner(model_runner.GPUModelRunner):
             schedule = self.speculative_config.num_speculative_tokens_per_batch_size
             rows = sorted({1 + nodes for _, _, nodes in schedule})
             logger.info_once(
-                "Medusa: batches of trees alone run in full CUDA graphs (%s rows per request), "
-                "batches with prompts in %s ones.",
-                " or ".join(map(str, rows)), mode.mixed_mode().name.lower(),
+                "Medusa: batches of trees alone run in full CUDA graphs (%s rows a request, up to "
+                "%s in all: --max-cudagraph-capture-size), batches with prompts in %s ones.",
+                " or ".join(map(str, rows)),
+                self.compilation_config.max_cudagraph_capture_size,
+                mode.mixed_mode().name.lower(),
             )  # fmt: skip
         else:
             logger.info_once("Medusa: trees run in CUDA graphs of mode %s.", mode.name)
