@@ -20,7 +20,8 @@ def decide_once(
 ) -> AcceptedPaths:
     """What the first rank of the tensor-parallel group decides, on all of its ranks.
 
-    One broadcast of 2 * num_requests * max_steps int64 numbers; with one rank, none.
+    One broadcast of 2 * num_requests * max_steps int64 numbers, for which the host does not wait;
+    with one rank, none.
 
     Args:
         decide: walks the trees; called on the first rank only.
@@ -31,13 +32,12 @@ def decide_once(
     group = get_tp_group()
     if group.world_size == 1:
         return decide()
-    message = torch.full((2, num_requests, max_steps), NO_TOKEN, dtype=torch.int64, device=device)
+    message = torch.empty((2, num_requests, max_steps), dtype=torch.int64, device=device)
     if group.rank_in_group == 0:
         paths = decide()
-        steps = paths.tokens.shape[1]
-        message[0, :, :steps] = paths.tokens
-        message[1, :, :steps] = paths.rows
-    message = group.broadcast(message, src=0)
-    # Rows count from 0 up to the last step of the walk, for every request.
-    steps = int((message[1, 0] != NO_TOKEN).sum())
-    return AcceptedPaths(message[0, :, :steps], message[1, :, :steps])
+        missing = max_steps - paths.tokens.shape[1]
+        no_tokens = paths.tokens.new_full((num_requests, missing), NO_TOKEN)
+        message[0] = torch.cat([paths.tokens, no_tokens], dim=1)
+        message[1] = torch.cat([paths.rows, paths.rows[:, -1:].expand(-1, missing)], dim=1)
+    tokens, rows = group.broadcast(message, src=0)
+    return AcceptedPaths(tokens, rows)

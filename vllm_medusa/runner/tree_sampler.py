@@ -25,6 +25,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logit
 
 from vllm_medusa.acceptance import NO_TOKEN, AcceptedPaths, walk
 from vllm_medusa.acceptance_kernel import walk_drawn_tokens
+from vllm_medusa.agreement import decide_once
 
 if TYPE_CHECKING:
     from vllm_medusa.runner.model_state import TreeModelState
@@ -64,7 +65,15 @@ class TreeSampler:
         drafts = input_batch.input_ids[input_batch.logits_indices]
         if invalid_drafts is not None:
             drafts = drafts.masked_fill(invalid_drafts, NO_TOKEN)
-        paths, processed = self._walk(logits, drafts, input_batch)
+        processed = logits
+
+        def decide() -> AcceptedPaths:
+            nonlocal processed
+            paths, processed = self._walk(logits, drafts, input_batch)
+            return paths
+
+        # Logprobs count on the rank that decides only.
+        paths = decide_once(decide, input_batch.num_reqs, self.state.num_steps, logits.device)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             (paths.tokens >= 0).sum(dim=1, dtype=torch.int32),
             input_batch.seq_lens,
