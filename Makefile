@@ -47,6 +47,10 @@ startup: setup ## measure what the plugin adds to the start of vLLM, into docs/s
 pictures: setup ## draw the pictures of docs/ from the shipped tree
 	@$(PYTHON_VENV) docs/draw_pictures.py
 
+.PHONY: bounds
+bounds: setup ## write what bounds the gain of the shipped heads, into docs/bounds.md
+	@$(PYTHON_VENV) benchmarks/bounds.py $(HEADS) --output docs
+
 .PHONY: communication
 communication: setup ## count what ranks send each other in a step, into docs/ray.md
 	@$(PYTHON_VENV) -m vllm_medusa.bench.communication docs/ray.md

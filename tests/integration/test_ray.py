@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from tests.integration.generation import generate, make_prompts, tokens
 from tests.integration.ray_cluster import ray_cluster
@@ -12,6 +13,7 @@ from tests.integration.ray_generate import SEED
 from tests.integration.tiny import (
     HIDDEN,
     VOCAB,
+    add_byte_tokenizer,
     idle_heads,
     make_heads,
     make_repeating_model,
@@ -22,6 +24,7 @@ from vllm_medusa.bench.communication import Target, step_collectives
 from vllm_medusa.tree import TokenTree
 
 SCRIPT = str(Path(__file__).with_name("ray_generate.py"))
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "ray_tensor_parallel.py")
 TREE = [[0], [1], [0, 0], [2], [0, 1], [1, 0], [3]]
 ENGINE = {
     "dtype": "float32",
@@ -46,7 +49,7 @@ def run(cluster, model, heads, prompts=(), tensor_parallel_size=2, **environment
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return make_repeating_model(tmp_path_factory.mktemp("repeats"))
+    return add_byte_tokenizer(make_repeating_model(tmp_path_factory.mktemp("repeats")))
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +69,14 @@ def on_ray(model, heads, prompts):
     with ray_cluster({}, {}) as cluster:
         result = run(cluster, model, heads, prompts, VLLM_ENABLE_V1_MULTIPROCESSING="1")
         nodes = cluster.nodes
+        arguments = [str(model), str(heads), "--dtype", "float32", "--max-tokens", "16"]
+        example = cluster.run([EXAMPLE, *arguments], VLLM_ENABLE_V1_MULTIPROCESSING="1")
     lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, result.stdout[-3000:] + result.stderr[-6000:]
-    return json.loads(lines[0].removeprefix("RESULT ")) | {"nodes": nodes}
+    return json.loads(lines[0].removeprefix("RESULT ")) | {
+        "nodes": nodes,
+        "example": example,
+    }
 
 
 def test_a_worker_of_ours_on_each_node(on_ray):
@@ -86,6 +94,16 @@ def test_the_text_of_one_process(on_ray, model, heads, prompts, engine):
         torch.manual_seed(SEED)
         expected += tokens(generate(one_process, [prompt], temperature=0.8, max_tokens=24))
     assert on_ray["sampled"] == expected
+
+
+def test_the_example(on_ray, model, engine):
+    output = on_ray["example"]
+    assert output.returncode == 0, output.stderr[-6000:]
+    llm = engine(model, skip_tokenizer_init=False)
+    params = SamplingParams(temperature=0, max_tokens=16)
+    for prompt in ("The sky is blue because", "def reverse(text):"):
+        text = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].text
+        assert f"# {prompt}\n{text}\n" in output.stdout
 
 
 def test_one_rank_decides(on_ray):
