@@ -21,6 +21,24 @@ GOAL_TOKENS = {3: 1.75, 63: 2.5}
 GOAL_SPEED = 1.45
 
 
+HEADER = """# What bounds the gain
+
+Made by `make bounds` (benchmarks/bounds.py) from what `vllm-medusa calibrate` stored beside the
+shipped heads: accuracies on the target's own answers, held out from training, and the cost of a
+step on {cpu}, {cores} cores, float32, batch size 1. The heads draft alone here; serving adds drafts
+from the request's own text.
+"""
+BETWEEN = """
+The cost is relative to a step without speculation, drafting included. "At most" is tokens per step
+/ cost: no engine, however fast, gets more out of these heads on this machine.
+
+## Better heads
+
+What the heads would have to be for more tokens per step: how often each head's best guess is right,
+if all ranks of all heads gained alike.
+"""
+
+
 def expected_tokens(accuracies: Sequence[Sequence[float]], nodes: int) -> float:
     """Tokens per step of the best tree, if ranks along a path were independent."""
     tree = TokenTree.grow(accuracies, nodes)
@@ -50,7 +68,7 @@ def needed_accuracies(
     return better(accuracies, high)
 
 
-def page(calibration: Calibration, machine: dict[str, object]) -> str:
+def page(calibration: Calibration, machine: dict[str, str]) -> str:
     """The page, in Markdown."""
     rows = []
     for nodes in SIZES:
@@ -60,30 +78,15 @@ def page(calibration: Calibration, machine: dict[str, object]) -> str:
             needed = "" if cost is None else f"{GOAL_SPEED * cost:.2f}"
             shown_cost = "not measured" if cost is None else f"{cost:.2f}"
             rows.append(f"| {nodes} | {tokens:.2f} | {shown_cost} | {bound} | {needed} |")
+    heads = [f"head {head}" for head in range(1, len(calibration.accuracies) + 1)]
     lines = [
-        "# What bounds the gain",
-        "",
-        "Made by `make bounds` (benchmarks/bounds.py) from what `vllm-medusa calibrate` stored beside",
-        "the shipped heads: accuracies on the target's own answers, held out from training, and the",
-        f"cost of a step on {machine['cpu']}, {machine['cores']} cores, float32, batch size 1.",
-        "The heads draft alone here; serving adds drafts from the request's own text.",
-        "",
-        f"| nodes | tokens per step | cost of a step | at most | tokens needed for {GOAL_SPEED} |",
+        HEADER.format(**machine),
+        f"| nodes | tokens per step | cost of a step | at most | needed for {GOAL_SPEED} |",
         "|---|---|---|---|---|",
         *rows,
-        "",
-        'The cost is relative to a step without speculation, drafting included. "At most" is tokens',
-        "per step / cost: no engine, however fast, gets more out of these heads on this machine.",
-        "",
-        "## Better heads",
-        "",
-        "What the heads would have to be for more tokens per step: how often each head's best guess",
-        "is right, if all ranks of all heads gained alike.",
-        "",
-        "| nodes | tokens per step | goal | "
-        + " | ".join(f"head {head}" for head in range(1, len(calibration.accuracies) + 1))
-        + " |",
-        "|---" * (3 + len(calibration.accuracies)) + "|",
+        BETWEEN,
+        f"| nodes | tokens per step | goal | {' | '.join(heads)} |",
+        "|---" * (3 + len(heads)) + "|",
     ]
     for nodes, goal in GOAL_TOKENS.items():
         measured = calibration.tokens_per_step(nodes)

@@ -4,8 +4,8 @@
     ray start --address=HEAD_NODE:6379     # on each of the others
     python examples/ray_tensor_parallel.py MODEL HEADS --tensor-parallel-size 2
 
-MODEL and HEADS are hub ids, or folders that are at the same path on every node. The same as a server:
-`vllm serve MODEL --distributed-executor-backend ray --tensor-parallel-size 2 --speculative-model medusa:HEADS`.
+MODEL and HEADS are hub ids, or folders that are at the same path on every node. `vllm serve` takes
+`--distributed-executor-backend ray --tensor-parallel-size 2 --speculative-model medusa:HEADS`.
 """
 
 import argparse

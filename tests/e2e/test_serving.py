@@ -151,7 +151,7 @@ MALFORMED = {
     "min_tokens": {"extra_body": {"min_tokens": 9}},
     "min_p": {"extra_body": {"min_p": 2}},
     "logit_bias": {"logit_bias": {"99999999": 1}},
-    "top_logprobs": {"logprobs": True, "top_logprobs": 1000},
+    "logprobs": {"logprobs": True, "top_logprobs": 1000},
     "regex": {"extra_body": {"structured_outputs": {"regex": "(a"}}},
     "json": {"extra_body": {"structured_outputs": {"json": {"type": "nothing"}}}},
     "context": {"messages": [{"role": "user", "content": "very " * 2000 + "long"}]},
