@@ -13,7 +13,7 @@ ARGS ?=
 .PHONY: help
 help: ## list the targets
 	@echo "Targets (the first that needs .venv makes it):"
-	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z0-9.-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 .PHONY: setup
 setup: ## make .venv and install everything into it
@@ -93,7 +93,8 @@ RAY_TESTS := tests/integration/test_ray.py tests/integration/test_ray_serve.py
 V2_TESTS := tests/integration/test_greedy_schedules.py tests/integration/test_kv_cache.py \
 	tests/integration/test_triton_attention.py
 V2_MORE := tests/integration/test_greedy.py tests/integration/test_sampled.py \
-	tests/integration/test_structured_outputs.py tests/integration/test_v2_runner.py
+	tests/integration/test_structured_outputs.py tests/integration/test_thinking_budget.py \
+	tests/integration/test_v2_runner.py
 
 .PHONY: test
 test: setup ## run the tests

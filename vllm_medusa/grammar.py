@@ -63,9 +63,10 @@ def tree_bitmask(
         width: rows for every request, used or not; None: as many as it has.
 
     Returns:
-        int32 [rows of these requests, vocabulary / 32], one bit a token; the rows of a request are
-        the root and its drafts. None without requests. All tokens may come where the grammar has
-        not begun (a model that is thinking) or has ended, and at rows that are never reached.
+        int32 [rows of these requests, vocabulary / 32], one bit a token; a request has as many rows
+        as ``width`` says, of which the first are its root and its drafts. None without requests.
+        All tokens may come where the grammar has ended and at rows that are never reached; where
+        it has not begun (a model that is thinking), all but those of ``_no_ends_of_thinking``.
     """
     if not request_ids:
         return None
@@ -151,7 +152,7 @@ def _rows(
 ) -> Iterator[tuple[int, Stage]]:
     """Visit the root and all drafts whose path the grammar allows, parents first.
 
-    Yields the row and whether the grammar says what comes next there. While a row is out, the
+    Yields the row and the stage in which the text behind it is. While a row is out, the
     grammar is in the state behind its path; once all were taken, it is where it was before.
     """
     grammar = request.structured_output_request.grammar

@@ -1,8 +1,8 @@
 """One metric beside vLLM's own: requests that are served without trees, by reason.
 
-Why a request gets no trees follows from its parameters (``without_trees.py``), so the front end
-counts, where vLLM's metrics live: the engine core and the workers are other processes, and what
-they send to the front end has no room for numbers of ours.
+Why a request gets no trees follows from its parameters and the model runner (``without_trees.py``),
+so the front end counts, where vLLM's metrics live: the engine core and the workers are other
+processes, and what they send to the front end has no room for numbers of ours.
 """
 
 from typing import Any

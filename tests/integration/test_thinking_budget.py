@@ -1,16 +1,25 @@
-"""Requests with a thinking budget are served without trees, next to others that have them."""
+"""Requests with a thinking budget, next to others: on V1 without trees, on V2 with them."""
 
-from vllm import SamplingParams
-
-from tests.integration.generation import TREES, continuations, make_prompts, medusa, tokens
+from tests.integration.generation import (
+    SMALL_BUSHY,
+    continuations,
+    fewer,
+    generate,
+    make_prompts,
+    medusa,
+    tokens,
+)
 from tests.integration.oracle import Oracle, oracle_drafts
 from tests.integration.tiny import VOCAB, add_tokenizer
+from tests.integration.watch import watching
+from tests.triton_interpreter import ENABLED as INTERPRETED
 
 START, END = ord("A"), ord("B")
 OPTIONS = {
     "skip_tokenizer_init": False,
     "reasoning_config": {"reasoning_start_str": chr(START), "reasoning_end_str": chr(END)},
 }
+DEPTH = max(map(len, SMALL_BUSHY))
 
 
 def test_budgets_beside_trees(models, heads, engine):
@@ -21,22 +30,16 @@ def test_budgets_beside_trees(models, heads, engine):
     for index, budget in enumerate(budgets):
         if budget is not None:
             prompts[index] = [START, *(t for t in prompts[index] if t not in (START, END))]
+    each = [{"thinking_token_budget": budget} for budget in budgets]
+    length = fewer(40, at_least=20)
 
-    def run(llm):
-        params = [
-            SamplingParams(
-                temperature=0.0, max_tokens=40, ignore_eos=True, thinking_token_budget=budget
-            )
-            for budget in budgets
-        ]
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        return tokens(llm.generate(inputs, params, use_tqdm=False))
-
-    expected = run(engine(model, **OPTIONS))
+    expected = tokens(generate(engine(model, **OPTIONS), prompts, each, max_tokens=length))
     for index, budget in enumerate(budgets):
         if budget is not None:
             assert expected[index].index(END) <= budget + 1  # the budgets do bite
-    llm = engine(model, **OPTIONS, **medusa(heads(4), TREES["bushy63"]))
-    with oracle_drafts(Oracle(continuations(prompts, expected), VOCAB)) as oracle:
-        assert run(llm) == expected
-    assert max(oracle.lengths) == 4
+    llm = engine(model, **OPTIONS, **medusa(heads(DEPTH), SMALL_BUSHY))
+    known = continuations(prompts, expected)
+    with watching() as watch, oracle_drafts(Oracle(known, VOCAB)) as oracle:
+        assert tokens(generate(llm, prompts, each, max_tokens=length)) == expected
+    assert max(oracle.lengths) == DEPTH
+    assert any(step["decode"] for step in watch.steps) != INTERPRETED

@@ -1,11 +1,14 @@
 """Without Medusa asked for, vLLM is as it is without the plugin."""
 
+import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
@@ -16,6 +19,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.integration.generation import make_prompts
 from tests.integration.tiny import VOCAB
+from vllm_medusa import plugin
+from vllm_medusa.manifest import read_manifest, supported_versions
 from vllm_medusa.plugin import register
 
 # In a process of its own: a plugin cannot be taken out again.
@@ -90,23 +95,48 @@ def test_same_with_and_without_the_plugin(models, tmp_path):
     ]
 
 
+# All that the entry point wraps.
+WRAPPED = (
+    (EngineArgs, "add_cli_args"),
+    (EngineArgs, "create_speculative_config"),
+    (EngineArgs, "create_engine_config"),
+    (SamplingParams, "_validate_spec_decode"),
+    (VllmConfig, "_get_v2_model_runner_unsupported_features"),
+    (VllmConfig, "__post_init__"),
+    (Scheduler, "update_draft_token_ids"),
+    (StructuredOutputManager, "validate_tokens"),
+    (StructuredOutputManager, "grammar_bitmask"),
+    (StructuredOutputManager, "accept_tokens"),
+    (PrometheusStatLogger, "__init__"),
+    (InputProcessor, "process_inputs"),
+)
+
+
 def test_registering_again_changes_nothing():
     register()
-    seams = (
-        (EngineArgs, "add_cli_args"),
-        (EngineArgs, "create_speculative_config"),
-        (EngineArgs, "create_engine_config"),
-        (SamplingParams, "_validate_spec_decode"),
-        (Scheduler, "update_draft_token_ids"),
-        (StructuredOutputManager, "validate_tokens"),
-        (StructuredOutputManager, "grammar_bitmask"),
-        (StructuredOutputManager, "accept_tokens"),
-        (PrometheusStatLogger, "__init__"),
-        (InputProcessor, "process_inputs"),
-    )
-    before = [getattr(owner, name) for owner, name in seams]
+    before = [getattr(owner, name) for owner, name in WRAPPED]
     register()
-    assert [getattr(owner, name) for owner, name in seams] == before
+    assert [getattr(owner, name) for owner, name in WRAPPED] == before
+
+
+def test_all_that_is_wrapped_is_in_every_manifest():
+    register()
+    for owner, name in WRAPPED:
+        wrapper = inspect.unwrap(getattr(owner, name), stop=_is_ours)
+        assert _is_ours(wrapper), (owner, name)
+    # Each is wrapped by an assignment to the class, and by nothing else.
+    assigned = re.findall(r"^    (\w+)\.(\w+) = ", inspect.getsource(plugin), re.MULTILINE)
+    assert sorted(assigned) == sorted((owner.__name__, name) for owner, name in WRAPPED)
+    for version in supported_versions():
+        seams = {seam["name"] for seam in read_manifest(version)}
+        missing = {
+            f"{owner.__module__}:{owner.__qualname__}.{name}" for owner, name in WRAPPED
+        } - seams
+        assert not missing, (version, missing)
+
+
+def _is_ours(function):
+    return function.__code__.co_filename == plugin.__file__
 
 
 def test_vllm_own_refusals_stay(models):

@@ -1,6 +1,7 @@
 """The walk of a grammar over a tree, against every path followed by itself."""
 
 import random
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from vllm.v1.structured_output import ConstraintBounds
 
 from vllm_medusa.drafts import TreeDraftTokenIds
-from vllm_medusa.grammar import tree_bitmask, valid_drafts
+from vllm_medusa.grammar import bitmask_width, tree_bitmask, valid_drafts
 from vllm_medusa.tree import TokenTree
 
 VOCAB = 6
@@ -143,6 +144,41 @@ def test_requests_stand_one_behind_the_other():
     found = tree_bitmask(Manager(False), requests, ["2", "0", "1"], {"0": [1], "2": [-1, -1]}, tree)
     assert found[:, 0].tolist() == [bits([4]), -1, -1, bits([1]), bits([2]), bits([3])]
     assert tree_bitmask(Manager(False), requests, [], {}, tree) is None
+
+
+def test_every_request_may_have_the_same_number_of_rows():
+    tree = TokenTree.from_paths([[0], [1], [0, 0]])
+    requests = {"a": request_with(Grammar([[1, 2]])), "b": request_with(Grammar([[3, 4]]))}
+    scheduled = {"a": [1], "b": [3, 5, 4]}
+    found = tree_bitmask(Manager(False), requests, ["a", "b"], scheduled, tree, width=4)
+    assert found[:4, 0].tolist() == [bits([1]), bits([2]), -1, -1]
+    assert found[4:, 0].tolist() == [bits([3]), bits([4]), -1, bits([END])]
+
+
+def test_tokens_that_would_end_the_thinking_wrongly_are_forbidden():
+    """As vLLM 0.33 says: they would be the first of the output, and the grammar refuses them."""
+    manager = Manager(thinks=True)
+    manager._masked_reasoning_ends = lambda request: (4, 31)
+    tree = TokenTree.from_paths([[0], [1], [0, 0]])
+    request = request_with(Grammar([[1, 2]]))
+    found = tree_bitmask(manager, {"r": request}, ["r"], {"r": [2, BEGIN, BEGIN]}, tree)
+    thinking = bits(set(range(32)) - {4, 31})
+    assert found[:, 0].tolist() == [thinking, thinking, bits([1]), bits([1])]
+
+
+@pytest.mark.parametrize(
+    ("is_v2", "functions", "width"),
+    [(False, [], None), (True, ["_build_grammar_mapping"], None), (True, [], 8)],
+    ids=["V1", "0.32", "0.33"],
+)
+def test_rows_of_a_request_by_runner_and_release(is_v2, functions, width, monkeypatch):
+    module = SimpleNamespace(**dict.fromkeys(functions))
+    package = SimpleNamespace(structured_outputs=module)
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu", package)
+    config = SimpleNamespace(
+        use_v2_model_runner=is_v2, speculative_config=SimpleNamespace(num_speculative_tokens=7)
+    )
+    assert bitmask_width(config) == width
 
 
 def test_drafts_may_be_a_chain():

@@ -86,9 +86,9 @@ def choose_attention(config: VllmConfig) -> Choice:
             f"attention_config.backend_per_kind {attention.backend_per_kind}: leave it out, trees "
             "need one backend for all layers"
         )
-    if not HAS_TRITON or current_platform.is_xpu():
+    if not HAS_TRITON:
         raise ValueError(
-            f"no Triton for {current_platform.device_name}: trees need CUDA or ROCm with Triton"
+            f"no Triton for {current_platform.device_name}: trees need CUDA with Triton"
         )
     version, head_size = None, model.get_head_size()
     if current_platform.is_cuda():

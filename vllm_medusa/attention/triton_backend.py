@@ -11,16 +11,10 @@ from vllm.v1.attention.backends.triton_attn import (
 
 from vllm_medusa.attention.short_requests import TreeBackend, TreeImpl, TreeMetadataBuilder
 from vllm_medusa.attention.triton_tree import tree_attention
-from vllm_medusa.tree import MAX_ROWS
 
 
 class TreeTritonMetadataBuilder(TreeMetadataBuilder, TritonAttentionMetadataBuilder):
     """Splits a batch with trees into requests for our kernel and requests for the stock one."""
-
-    @classmethod
-    def get_varlen_cudagraph_max_query_len(cls, *unused: Any) -> int:
-        """Our kernel reads each request's rows on the device: a graph of decodes takes any mix."""
-        return MAX_ROWS
 
 
 class TreeTritonImpl(TreeImpl, TritonAttentionImpl):

@@ -20,7 +20,6 @@ from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
 from vllm_medusa.acceptance import NO_TOKEN, AcceptedPaths, walk
@@ -128,7 +127,7 @@ class TreeSampler:
             batch.input_ids[batch.logits_indices],
             batch.expanded_local_pos,
             batch.seq_lens_cpu_upper_bound.numpy(),
-            return_logprobs=self._num_logprobs(batch) != NO_LOGPROBS,
+            return_logprobs=self._wants_logprobs(batch),
         )
         paths = walk_drawn_tokens(
             drawn,
@@ -166,7 +165,7 @@ class TreeSampler:
         tokens_read = batch.input_ids[batch.logits_indices]
         no_offset = torch.zeros_like(index, dtype=torch.int32)
         longest = batch.seq_lens_cpu_upper_bound.numpy()[requests_np]
-        wants_logprobs = self._num_logprobs(batch) != NO_LOGPROBS
+        wants_logprobs = self._wants_logprobs(batch)
         text = _TextAhead(self.sampler, index)
 
         def draw(rows: torch.Tensor, active: torch.Tensor, step: int) -> torch.Tensor:
@@ -201,16 +200,18 @@ class TreeSampler:
         text.take_back()
         return paths
 
-    def _num_logprobs(self, batch: InputBatch) -> int:
-        return self.sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np)
+    def _wants_logprobs(self, batch: InputBatch) -> bool:
+        return self.sampler.get_logprobs_dims(batch.idx_mapping_np) is not None
 
     def _logprobs(
         self, logits: torch.Tensor, paths: AcceptedPaths, batch: InputBatch
     ) -> LogprobsTensors | None:
-        """Logprobs of the tokens of each path, [B x steps, logprobs + 1]."""
-        num_logprobs = self._num_logprobs(batch)
-        if num_logprobs == NO_LOGPROBS:
+        """Logprobs of the tokens of each path, [B x steps, logprobs + 1]: of the best tokens, or of
+        those that a request names (``logprob_token_ids``)."""
+        dims = self.sampler.get_logprobs_dims(batch.idx_mapping_np)
+        if dims is None:
             return None
+        num_logprobs, num_token_ids = dims
         num_requests, num_steps = paths.rows.shape
         rows = batch.cu_num_logits[:-1].long()[:, None] + paths.rows
         return compute_topk_scores(
@@ -218,6 +219,9 @@ class TreeSampler:
             num_logprobs,
             paths.tokens.flatten().clamp(min=0),
             [request * num_steps for request in range(num_requests + 1)],
+            logprob_token_ids_state=self.sampler.logprob_token_ids_state,
+            expanded_idx_mapping=batch.idx_mapping.repeat_interleave(num_steps),
+            max_per_req_token_ids=num_token_ids,
             logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
         )
 
