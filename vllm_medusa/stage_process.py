@@ -21,6 +21,11 @@ from vllm_medusa.cpu_setup import cpu_environment
 
 Report = Callable[[Any], None]
 
+LAUNCHER = {
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+}  # fmt: skip
+
 
 class StageError(RuntimeError):
     """The process failed; the message is its error, or the end of its log."""
@@ -83,6 +88,7 @@ def start_process(
         target=function, args=(theirs, *arguments), daemon=daemon
     )
     with environment_variables(engine_environment() | environment):
+        forget_launcher()
         process.start()
     theirs.close()
     return process, ours
@@ -110,6 +116,14 @@ def engine_environment() -> dict[str, str]:
     return cpu_environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
+def forget_launcher() -> None:
+    """Remove what ``torchrun`` and ``accelerate launch`` tell their processes: one that such a
+    process starts is none of theirs, and its engine would wait for the others."""
+    for name in list(os.environ):
+        if name in LAUNCHER or name.startswith("TORCHELASTIC_"):
+            del os.environ[name]
+
+
 @contextlib.contextmanager
 def environment_variables(variables: dict[str, str]) -> Iterator[None]:
     """Set environment variables for a while: a spawned process takes over what is set."""
@@ -127,14 +141,29 @@ def tail(path: Path, lines: int = 30) -> str:
     return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
 
 
+def memory_advice(error: BaseException) -> str:
+    """What to do about a ``torch.OutOfMemoryError``."""
+    first = str(error).splitlines()[0]
+    return (
+        f"the device has too little memory ({first}): end what else uses it, or give a smaller "
+        "--max-num-seqs, --concurrency, --max-length, --max-model-len or --context, where the "
+        "command has it; what was finished before is kept"
+    )
+
+
 def _stage(
     connection: Connection, log: str, function: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
     """What the process runs."""
+    import torch
+
     print_into(log)
     try:
         function(lambda value: connection.send(("report", value)), *arguments)
         connection.send(("done", None))
+    except torch.OutOfMemoryError as error:
+        traceback.print_exc()
+        connection.send(("error", memory_advice(error)))
     except BrokenPipeError:
         pass  # whoever started us is gone
     except (ValueError, OSError) as error:

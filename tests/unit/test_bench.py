@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from vllm_medusa.bench.report import (
     markdown,
     overview,
     save,
+    step_split,
 )
 from vllm_medusa.bench.rounds import Round
 from vllm_medusa.bench.summary import ALL, Spread, spread, summarize
@@ -34,6 +36,7 @@ from vllm_medusa.bench.variants import (
     is_heads_only,
     tree_variant,
 )
+from vllm_medusa.calibration.schedule import gains
 
 VARIANTS = [PLAIN, Variant("tree", {"method": "medusa"}, 3)]
 CALIBRATION = Calibration(
@@ -214,6 +217,25 @@ def test_saved_files(tmp_path):
     assert page.read_text().startswith("# An abacus")
 
 
+def test_a_step_is_split_into_its_parts():
+    parts = [
+        ({"step": 0.05, "forward": 0.03, "LM head": 0.01}, {"step": step, "drafting": 0.01})
+        for step in (0.06, 0.08, 0.1, 0.12)
+    ]
+    made = zip(make_rounds(), parts, strict=True)
+    rounds = [replace(each, parts=list(both)) for each, both in made]
+    page = markdown(make_report(rounds)).splitlines()
+    headings, *_ = [line for line in page if "the rest" in line]
+    assert headings.split(" | ")[3:7] == ["ms/step", "forward", "LM head", "drafting"]
+    assert step_split(make_report(rounds)) == [
+        ("plain vLLM", "0", "1", "50.0", "30.0", "10.0", "0.0", "10.0"),
+        ("tree", "0", "1", "90.0", "0.0", "0.0", "10.0", "80.0"),
+    ]
+    # Rounds of an earlier version have none.
+    assert step_split(make_report(make_rounds())) == []
+    assert "Where a step" not in markdown(make_report(make_rounds()))
+
+
 def test_calibration_file(tmp_path):
     assert read_calibration(tmp_path) == Calibration()
     stored = {
@@ -245,6 +267,16 @@ def test_what_calibrate_wrote_is_understood():
     assert read.nodes_at(64) == 0
     assert 1 < read.cost(read.nodes, 1) < read.tokens_per_step(read.nodes) < 4
     assert read.best_chain() >= 1
+
+
+def test_the_bound_takes_the_cost_that_calibrate_chose_by():
+    """A slow moment without speculation must not make trees look cheap."""
+    costs = {0: 3.0, 1: 1.0, 3: 2.0}
+    read = Calibration(costs={1: costs})
+    assert [read.cost(nodes, 1) for nodes in range(4)] == pytest.approx([1.0, 1.0, 1.5, 2.0])
+    tokens = [1.0, 1.4, 1.6, 1.75]
+    bounds = [rate / read.cost(nodes, 1) for nodes, rate in enumerate(tokens)]
+    assert bounds == pytest.approx(gains(tokens, costs))
 
 
 def test_best_chain():

@@ -1,6 +1,7 @@
 """The roofline projection: its parts against numbers worked out by hand."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from vllm_medusa.bench.projection import (
     roofline_seconds,
     step_seconds,
 )
+from vllm_medusa.heads.checkpoint import inspect_heads
 
 GPU = Gpu("abacus", bandwidth=100.0, operations=1000.0)
 MODEL = Model("tiny", parameters=50, layers=2, kv_width=1, hidden=2, vocabulary=10)
@@ -39,11 +41,24 @@ def test_drafting():
     # Blocks 3 * 4 and LM head 20 numbers are read once for all heads.
     assert drafting_seconds(GPU, MODEL, Heads(3), batch_size=1) == pytest.approx(0.64)
     assert drafting_seconds(GPU, MODEL, Heads(3, 5), batch_size=1) == pytest.approx(0.44)
-    # Read three times: 12 and 3 * 20 numbers.
+    # Blocks 4 * (2 + 3 + 4), and the LM head three times: 36 and 3 * 20 numbers.
     one_by_one = Heads(3, sequential=True)
-    assert drafting_seconds(GPU, MODEL, one_by_one, batch_size=1) == pytest.approx(1.44)
+    assert drafting_seconds(GPU, MODEL, one_by_one, batch_size=1) == pytest.approx(1.92)
+    # Blocks 2 * 3 * 4.
+    two_layers = Heads(3, layers=2)
+    assert drafting_seconds(GPU, MODEL, two_layers, batch_size=1) == pytest.approx(0.88)
     # 2 * 20 * (12 + 3 * 20) operations.
     assert drafting_seconds(GPU, MODEL, Heads(3), batch_size=20) == pytest.approx(2.88)
+
+
+def test_the_heads_are_read_from_their_files():
+    """Those of the repository: their blocks are as large as the stored ones, but for biases."""
+    folder = Path(__file__).parents[2] / "heads" / "smollm2-135m-instruct"
+    info = inspect_heads(folder)
+    heads = Heads.of(str(folder))
+    assert heads == Heads(4, info.draft_vocab_size, sequential=True, layers=3)
+    biases = info.num_heads * info.num_layers * info.hidden_size
+    assert heads.block_parameters(info.hidden_size) == info.num_parameters - biases
 
 
 def test_relative_cost_and_gain():
@@ -61,7 +76,8 @@ def test_page(tmp_path):
     sizes = tmp_path / "sizes.json"
     counted = {"chat": {"1": 1.5, "63": 2.5}, "code": {"1": 1.4, "63": 2.4}}
     sizes.write_text(json.dumps({"tokens_per_step": counted}))
-    main([str(sizes), "--output", str(tmp_path / "page.md")])
+    heads = Path(__file__).parents[2] / "heads" / "smollm2-135m-instruct"
+    main([str(sizes), "--heads", str(heads), "--output", str(tmp_path / "page.md")])
     page = (tmp_path / "page.md").read_text()
     assert "Projected, not measured" in page
     assert "| chat | 1.50 | 2.50 |" in page

@@ -96,3 +96,12 @@ def test_numbers_from_one_on(capsys):
     with pytest.raises(SystemExit):
         parse("--concurrency", "0")
     assert "not a whole number from 1 on" in capsys.readouterr().err
+
+
+def test_a_bench_that_was_stopped(tmp_path, monkeypatch, capsys):
+    def stop(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vllm_medusa.cli.bench.bench_from", stop)
+    assert main(["bench", "model", "heads", "--output", str(tmp_path)]) == 130
+    assert "goes on with the finished rounds" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ from vllm_medusa.bench.server_load import (
     level_cells,
     page,
     send_load,
+    server_options,
     summarize_level,
 )
 from vllm_medusa.demo.prompts import Prompt
@@ -135,3 +137,13 @@ def test_cpu_seconds_of_a_process_group():
     assert group_cpu_seconds(process.pid) < group_cpu_seconds(os.getpgrp()) + 1
     process.communicate(b"\n")
     assert group_cpu_seconds(process.pid) == 0
+
+
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_both_servers_fit_on_one_gpu(on_cuda):
+    args = SimpleNamespace(dtype="auto", max_model_len=1024, eager=True)
+    options = server_options(args, on_cuda)
+    assert "--enforce-eager" in options
+    assert ("--gpu-memory-utilization" in options) == on_cuda
+    if on_cuda:
+        assert options[options.index("--gpu-memory-utilization") + 1] == "0.45"

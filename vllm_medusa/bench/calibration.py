@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from vllm_medusa.calibration.schedule import relative_cost
 from vllm_medusa.tree import TREE_FILE
 
 
@@ -44,16 +43,14 @@ class Calibration:
     def cost(self, nodes: int, batch_size: int) -> float | None:
         """A step's cost relative to one without speculation; None where it was not measured.
 
-        Between two measured numbers of nodes the line between them counts; between two measured
+        The cost that ``vllm-medusa calibrate`` chose by: ``relative_cost``. Between two measured
         batch sizes, the larger one.
         """
         sizes = [size for size in self.costs if size >= batch_size]
         costs = self.costs[min(sizes)] if sizes else {}
         if not costs or nodes > max(costs):
             return None
-        measured = sorted(costs)
-        seconds = np.interp(nodes, measured, [costs[size] for size in measured])
-        return float(seconds / costs[0])
+        return relative_cost(costs, [nodes])[0]
 
     def tokens_per_step(self, nodes: int) -> float | None:
         """Of the tree's first nodes on held-out text; None where it is not stored."""

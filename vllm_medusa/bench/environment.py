@@ -20,6 +20,17 @@ def compile_environment() -> dict[str, str]:
     }
 
 
+def memory_options(num_engines: int, on_cuda: bool) -> dict[str, float]:
+    """What lets several engines be alive at once on one device, as a keyword of ``vllm.LLM``.
+
+    Args:
+        num_engines: how many share the device, Medusa's and others.
+        on_cuda: whether vLLM runs on a GPU, where by default each engine asks for nearly all of the
+            memory; on a CPU the key-value cache has a size of its own (``compile_environment``).
+    """
+    return {"gpu_memory_utilization": round(0.9 / num_engines, 3)} if on_cuda else {}
+
+
 def log_file(name: str) -> Path:
     """The log of the process with this name; its folder is made."""
     folder = cache_folder() / "logs"

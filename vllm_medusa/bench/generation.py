@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,3 +90,13 @@ def seconds_per_token(answers: Sequence[Generation]) -> list[float]:
 def first_token_seconds(answers: Sequence[Generation]) -> list[float]:
     """Of each answer, seconds until its first token."""
     return [answer.times[0] for answer in answers]
+
+
+Parts = dict[str, float]
+"""Seconds of a decoding step, by part; the whole is "step"."""
+
+
+def median_parts(steps: Sequence[Parts]) -> Parts:
+    """The median of each part over some steps; a part that a step lacks took no time there."""
+    names = {name: None for step in steps for name in step}
+    return {name: statistics.median(step.get(name, 0.0) for step in steps) for name in names}

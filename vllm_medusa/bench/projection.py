@@ -5,7 +5,7 @@ bytes from memory and the time to compute its operations, at the peak rates of t
 an engine adds to that (kernel launches, sampling, scheduling) is left out, so real gains differ
 where a step is very short.
 
-    python -m vllm_medusa.bench.projection SIZES_JSON --output docs/projection.md
+    python -m vllm_medusa.bench.projection SIZES_JSON --heads HEADS --output projection.md
 
 SIZES_JSON is what ``vllm-medusa bench --sizes`` writes.
 """
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_medusa.bench.report import markdown_table
+from vllm_medusa.heads.checkpoint import inspect_heads
 
 BYTES = 2  # of a bfloat16 number
 
@@ -92,19 +93,39 @@ class Heads:
     """How drafting works.
 
     Attributes:
-        number: of heads, each a residual block of one layer.
+        number: of heads.
         vocabulary: rows of the LM head that are used; None is all of the target's.
-        sequential: the heads read the tokens before them, so each head reads the LM head anew;
-            others share one product.
+        sequential: head k reads the embeddings of the k tokens before its guess, too, and each head
+            reads the LM head anew; others share one product.
+        layers: residual blocks of each head.
     """
 
     number: int = 4
     vocabulary: int | None = None
     sequential: bool = False
+    layers: int = 1
+
+    @classmethod
+    def of(cls, heads: str) -> Heads:
+        """Stored heads, a folder or a hub id.
+
+        Raises:
+            HeadsError: they are not there, or cannot be read.
+        """
+        info = inspect_heads(heads)
+        return cls(info.num_heads, info.draft_vocab_size, info.is_sequential, info.num_layers)
+
+    def block_parameters(self, hidden: int) -> int:
+        """Numbers in the residual blocks: hidden^2 in each, and in the first one of a sequential
+        head as many for every token on its path."""
+        blocks = self.number * self.layers
+        if self.sequential:
+            blocks += sum(range(1, self.number + 1))
+        return blocks * hidden**2
 
 
 def drafting_seconds(gpu: Gpu, model: Model, heads: Heads, batch_size: int) -> float:
-    """Seconds of drafting: one residual block for each head, then the rows of the LM head.
+    """Seconds of drafting: the residual blocks of the heads, then the rows of the LM head.
 
     Args:
         gpu: where it runs.
@@ -112,7 +133,7 @@ def drafting_seconds(gpu: Gpu, model: Model, heads: Heads, batch_size: int) -> f
         heads: the heads.
         batch_size: requests.
     """
-    blocks = heads.number * model.hidden**2
+    blocks = heads.block_parameters(model.hidden)
     lm_head = (heads.vocabulary or model.vocabulary) * model.hidden
     operations = 2 * batch_size * (blocks + heads.number * lm_head)
     passes = heads.number if heads.sequential else 1
@@ -172,10 +193,10 @@ def page(tokens: Mapping[str, Mapping[int, float]], heads: Heads, context: int) 
         "heads, tree and text, not on the machine). The cost of a step is the roofline's: the "
         "larger of bytes / bandwidth and operations / peak, for the weights in bfloat16, the KV "
         f"cache of {context} tokens per request, and drafting ({heads.number} "
-        f"{'sequential' if heads.sequential else 'parallel'} heads, LM head of "
-        f"{heads.vocabulary or 'all'} tokens). Peaks: {rates} (dense bfloat16). Kernel launches, "
-        "sampling and scheduling are left out; they weigh most on the small model. The 7B lines "
-        "assume heads as accurate there as here.",
+        f"{'sequential' if heads.sequential else 'parallel'} heads of {heads.layers} blocks, LM "
+        f"head of {heads.vocabulary or 'all'} tokens). Peaks: {rates} (dense bfloat16). Kernel "
+        "launches, sampling and scheduling are left out; they weigh most on the small model. The "
+        "7B lines assume heads as accurate there as here.",
         "",
         "## Tokens per step, measured",
         "",
@@ -202,11 +223,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("sizes", type=Path, metavar="SIZES_JSON")
     parser.add_argument("--output", type=Path, help="a Markdown file (default: print it)")
     parser.add_argument("--context", type=int, default=300, help="tokens (default: 300)")
-    parser.add_argument("--heads", type=int, default=4, help="number of heads (default: 4)")
-    parser.add_argument("--draft-vocabulary", type=int, help="tokens (default: all)")
-    parser.add_argument("--sequential", action="store_true", help="the heads are sequential ones")
+    parser.add_argument(
+        "--heads", metavar="HEADS", required=True, help="those that were counted: folder or hub id"
+    )
     args = parser.parse_args(arguments)
-    heads = Heads(args.heads, args.draft_vocabulary, args.sequential)
+    heads = Heads.of(args.heads)
     text = page(read_sizes(args.sizes), heads, args.context)
     if args.output:
         args.output.write_text(text, encoding="utf-8")

@@ -120,6 +120,25 @@ def details(report: Report) -> Lines:
     ]
 
 
+SPLIT_PARTS = ("forward", "LM head", "drafting")
+SPLIT_HEADINGS = ("", "T", "at once", "ms/step", *SPLIT_PARTS, "the rest")
+
+
+def step_split(report: Report) -> Lines:
+    """The lines of the table of a step's parts, under `SPLIT_HEADINGS`: all sets together."""
+    several = len({row.kind for row in report.rows}) > 1
+    lines = []
+    for row in report.rows:
+        parts = row.milliseconds_by_part
+        if not parts or (several and row.kind != ALL):
+            continue
+        shown = [parts.get(name, 0.0) for name in SPLIT_PARTS]
+        times = [parts["step"], *shown, parts["step"] - sum(shown)]
+        place = (row.variant, f"{row.temperature:g}", str(row.concurrency))
+        lines.append((*place, *(f"{time:.1f}" for time in times)))
+    return lines
+
+
 def optional(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
@@ -153,12 +172,22 @@ DETAIL_EXPLANATION = (
 )
 
 
+SPLIT_EXPLANATION = (
+    "Milliseconds of the median decoding step. forward: the target without its LM head; drafting: "
+    "the heads, or the lookup; the rest: drawing and accepting tokens, compaction, scheduling."
+)
+
+
 def markdown(report: Report) -> str:
     """The report as a page."""
     lines = [f"# {report.title}", "", *markdown_table(*overview(report)), ""]
     lines += [explanation(report), "", "## By prompt set", ""]
     lines += markdown_table(DETAIL_HEADINGS, details(report))
-    lines += ["", DETAIL_EXPLANATION, "", "## What was measured, and on what", ""]
+    lines += ["", DETAIL_EXPLANATION, ""]
+    if split := step_split(report):
+        lines += ["## Where a step's time goes", "", *markdown_table(SPLIT_HEADINGS, split), ""]
+        lines += [SPLIT_EXPLANATION, ""]
+    lines += ["## What was measured, and on what", ""]
     facts = report.settings | {f"Prompts, {kind}": text for kind, text in report.sources.items()}
     lines += markdown_table(("", ""), list((facts | report.machine).items()))
     lines += ["", "To repeat it:", "", f"    {report.repeat}"]

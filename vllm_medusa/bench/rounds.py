@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_medusa.bench.generation import Generation
+from vllm_medusa.bench.generation import Generation, Parts
 from vllm_medusa.demo.prompts import Prompt
 from vllm_medusa.whole_file import read_whole_lines
 
@@ -56,6 +56,8 @@ class Round:
         batches: the answers of each variant, in the order of the variants.
         others: for each variant, the cores that other processes kept busy meanwhile.
         seconds: what the round took.
+        parts: for each variant, the parts of its median decoding step; empty where they were not
+            measured.
     """
 
     task: str
@@ -64,6 +66,7 @@ class Round:
     batches: list[list[Generation]]
     others: list[float]
     seconds: float
+    parts: list[Parts] = field(default_factory=list)
 
     @property
     def concurrency(self) -> int:

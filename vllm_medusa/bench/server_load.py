@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_medusa.bench.environment import memory_options
 from vllm_medusa.bench.prompts import SOURCES, prompt_set
 from vllm_medusa.bench.report import markdown_table
 from vllm_medusa.bench.rounds import DISTURBED
@@ -252,6 +253,17 @@ def draw(levels: Sequence[Level], path: Path) -> None:
         axes.set_ylabel("throughput, Medusa / plain vLLM")
 
 
+def server_options(args: argparse.Namespace, on_cuda: bool) -> list[str]:
+    """What both servers are started with."""
+    options = ["--dtype", args.dtype, "--max-model-len", str(args.max_model_len)]
+    # A repeated prompt must cost what it cost the first time.
+    options += ["--no-enable-prefix-caching", "--shutdown-timeout", "20"]
+    options += ["--enforce-eager"] if args.eager else []
+    for name, share in memory_options(len(NAMES), on_cuda).items():
+        options += [f"--{name.replace('_', '-')}", str(share)]
+    return options
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", metavar="MODEL")
@@ -265,10 +277,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-model-len", type=int, default=1024, help="tokens (default: 1024)")
     parser.add_argument("--output", type=Path, help="folder for load.json, load.md and load.png")
     args = parser.parse_args(arguments)
-    options = ["--dtype", args.dtype, "--max-model-len", str(args.max_model_len)]
-    # A repeated prompt must cost what it cost the first time.
-    options += ["--no-enable-prefix-caching", "--shutdown-timeout", "20"]
-    options += ["--enforce-eager"] if args.eager else []
+    from vllm.platforms import current_platform
+
+    options = server_options(args, current_platform.is_cuda_alike())
     model = Path(args.model)
     servers = [
         Server(model, options, name="plain"),

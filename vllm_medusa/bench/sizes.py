@@ -38,7 +38,7 @@ def count_tree_sizes(
     for nodes in sizes:
         for kind, members in prompts.items():
             progress(f"counting tokens per step with {nodes} nodes: {kind}")
-            answers, _ = engine.generate(members, max_tokens, nodes=nodes)
+            answers, *_ = engine.generate(members, max_tokens, nodes=nodes)
             counts[kind][nodes] = tokens_per_step(answers)
     return counts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm_medusa.bench import generation as of
 from vllm_medusa.bench.calibration import Calibration
@@ -46,6 +46,8 @@ class Row:
         identical: answers that equal the first variant's, token by token.
         bound: the speed-up that these tokens per step allow at the calibrated cost of a step.
         predicted: the speed-up that the calibration predicts.
+        milliseconds_by_part: of the median decoding step, the median round; empty where the rounds
+            have no parts.
     """
 
     variant: str
@@ -65,6 +67,7 @@ class Row:
     identical: int
     bound: float | None
     predicted: float | None
+    milliseconds_by_part: dict[str, float] = field(default_factory=dict)
 
 
 def summarize(
@@ -126,6 +129,12 @@ def summarize_variant(
         bound=per_step / cost if cost else None,
         # Calibration knows the heads alone.
         predicted=expected / cost if expected and cost and is_heads_only(variant) else None,
+        milliseconds_by_part={
+            part: 1e3 * seconds
+            for part, seconds in of.median_parts(
+                [each.parts[index] for each in rounds if each.parts and each.parts[index]]
+            ).items()
+        },
     )
 
 

@@ -15,22 +15,40 @@ MIN_GAIN = 1.08
 Costs = Mapping[int, float]
 
 
-def gains(tokens: Sequence[float], costs: Costs) -> list[float]:
-    """Predicted speed-up over no speculation by number of nodes, from 0 to the largest measured.
-
-    Args:
-        tokens: tokens per step, by number of nodes.
-        costs: measured; between two measured numbers of nodes the line between them counts.
+def rising(costs: Costs) -> dict[int, float]:
+    """The costs with none above a larger tree's, by number of nodes, rising.
 
     More nodes cannot make a step cheaper. Where it was measured so, the smaller tree's time was
     disturbed, and the larger one's counts for both: above all, a slow moment without speculation
     must not make trees look good.
     """
     measured = sorted(costs)
-    rising = np.minimum.accumulate([costs[size] for size in reversed(measured)])[::-1]
-    sizes = range(min(measured[-1], len(tokens) - 1) + 1)
-    seconds = np.interp(sizes, measured, rising)
-    return [tokens[size] * seconds[0] / seconds[size] for size in sizes]
+    seconds = np.minimum.accumulate([costs[size] for size in reversed(measured)])[::-1]
+    return dict(zip(measured, seconds.tolist(), strict=True))
+
+
+def relative_cost(costs: Costs, sizes: Sequence[int]) -> list[float]:
+    """A step's cost relative to one without speculation, by number of nodes.
+
+    Args:
+        costs: measured; between two measured numbers of nodes the line between them counts.
+        sizes: numbers of nodes, none above the largest measured.
+    """
+    counted = rising(costs)
+    seconds = np.interp(sizes, list(counted), list(counted.values()))
+    return (seconds / counted[0]).tolist()
+
+
+def gains(tokens: Sequence[float], costs: Costs) -> list[float]:
+    """Predicted speed-up over no speculation by number of nodes, from 0 to the largest measured.
+
+    Args:
+        tokens: tokens per step, by number of nodes.
+        costs: measured; see ``relative_cost``.
+    """
+    sizes = range(min(max(costs), len(tokens) - 1) + 1)
+    relative = relative_cost(costs, sizes)
+    return [tokens[size] / cost for size, cost in zip(sizes, relative, strict=True)]
 
 
 def choose_sizes(

@@ -69,7 +69,7 @@ def positive(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark; 1 with a message on failure."""
+    """Run the benchmark; 1 with a message on failure, 130 where it was stopped."""
     from rich.console import Console
 
     console = Console()
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on with the finished rounds", file=sys.stderr)
-        return 1
+        return 130
     return 0
 
 

@@ -43,7 +43,8 @@ class AnswerOptions:
         max_answer_tokens: an answer is cut there.
         max_turns: of each conversation, the first so many user turns are answered.
         max_length: prompt and answer together; a longer prompt is passed over.
-        num_tokens: enough answers to stop; None answers all.
+        num_tokens: enough answers to stop: the first of the data that have so many together; None
+            answers all.
         regenerate: False takes the answers that the data holds.
     """
 
@@ -171,12 +172,20 @@ def generate_answers(
     num_answers = sum(map(len, done.values()))
     num_tokens = sum(len(answer.answer) for answers in done.values() for answer in answers)
     report((num_answers, num_tokens))
+    # Tokens of the conversations up to the one that was begun last. All of them are finished, and
+    # none is begun where those before it are enough: what there is in the end does not depend on
+    # which answer came first, or on when the run was killed.
+    begun_tokens = 0
 
     def requests() -> Iterator[_Request]:
         """First turns of all conversations that are not finished yet."""
+        nonlocal begun_tokens
         for number, conversation in enumerate(conversations):
+            if options.num_tokens is not None and begun_tokens >= options.num_tokens:
+                return
             temperature = options.temperatures[number % len(options.temperatures)]
             request = _Request(conversation, temperature, done.get(conversation.line, []))
+            begun_tokens += sum(len(answer.answer) for answer in request.answers)
             if request.is_open(options):
                 yield request
 
@@ -184,14 +193,13 @@ def generate_answers(
     running: dict[str, _Request] = {}
     with path.open("a", encoding="utf-8") as file:
         while True:
-            enough = options.num_tokens is not None and num_tokens >= options.num_tokens
-            while not enough and len(running) < most_at_once:
+            while len(running) < most_at_once:
                 request = next(waiting, None)
                 if request is None:
                     break
                 if request.start(engine, template, options):
                     running[request.name] = request
-            if enough or not running:
+            if not running:
                 break
             for output in engine.step():
                 if not output.finished:
@@ -200,9 +208,24 @@ def generate_answers(
                 answer = request.finish(list(output.outputs[0].token_ids))
                 _append(file, answer, num_answers)
                 num_answers, num_tokens = num_answers + 1, num_tokens + len(answer.answer)
+                begun_tokens += len(answer.answer)
                 report((num_answers, num_tokens))
                 if request.is_open(options) and request.start(engine, template, options):
                     running[request.name] = request
+    if options.num_tokens is not None:
+        keep_enough(path, options.num_tokens)
+
+
+def keep_enough(path: Path, num_tokens: int) -> None:
+    """Leave in the file the first answers, in the order of the data, that have so many tokens
+    together."""
+    with whole_file(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
+        kept = 0
+        for answer in read_answers(path):
+            if kept >= num_tokens:
+                break
+            kept += len(answer.answer)
+            file.write(json.dumps(asdict(answer)) + "\n")
 
 
 def _append(file: TextIO, answer: Answer, num_answers: int) -> None:

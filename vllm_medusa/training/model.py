@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from vllm_medusa.heads.checkpoint import HeadsWeights
+from vllm_medusa.heads.checkpoint import HeadsInfo, HeadsWeights
 from vllm_medusa.training.data import DataError
 
 IGNORE = -100
@@ -60,6 +60,22 @@ class TargetMatrices:
         if getattr(lm_head, "bias", None) is not None:
             raise DataError(f"{model}: heads for an LM head with a bias cannot be trained")
         return cls(lm_head.weight.data, target.get_input_embeddings().weight.data)
+
+
+def check_start(info: HeadsInfo, spec: HeadsSpec, hidden_size: int) -> None:
+    """Refuse stored heads that cannot be a start for heads of a kind.
+
+    Raises:
+        DataError: they are of another kind, or have more blocks.
+    """
+    mine = (spec.head_type == "sequential", spec.num_heads, hidden_size)
+    theirs = (info.is_sequential, info.num_heads, info.hidden_size)
+    if mine != theirs or info.num_layers > spec.num_layers:
+        raise DataError(
+            f"heads {info.source} cannot be a start for these: (sequential, number, hidden "
+            f"size) is {theirs} there and {mine} here, layers {info.num_layers} there and "
+            f"{spec.num_layers} here"
+        )
 
 
 class TrainableHeads(nn.Module):
@@ -185,15 +201,8 @@ class TrainableHeads(nn.Module):
         Raises:
             DataError: the stored heads are of another kind, or have other or more blocks.
         """
-        info, spec = stored.info, self.spec
-        mine = (self.is_sequential, spec.num_heads, self.lm_head.shape[1])
-        theirs = (info.is_sequential, info.num_heads, info.hidden_size)
-        if mine != theirs or info.num_layers > spec.num_layers:
-            raise DataError(
-                f"heads {info.source} cannot be a start for these: (sequential, number, hidden "
-                f"size) is {theirs} there and {mine} here, layers {info.num_layers} there and "
-                f"{spec.num_layers} here"
-            )
+        info = stored.info
+        check_start(info, self.spec, self.lm_head.shape[1])
         for number, head in enumerate(self.heads):
             for layer in range(info.num_layers):
                 weight = stored.block_weight[number, layer]

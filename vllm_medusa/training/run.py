@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
+from vllm_medusa.heads.checkpoint import inspect_heads
 from vllm_medusa.stage_process import run_stage
 from vllm_medusa.training.answers import (
     ANSWERS_FILE,
@@ -28,8 +29,9 @@ from vllm_medusa.training.answers import (
     store_given_answers,
 )
 from vllm_medusa.training.data import Conversation, DataError, read_conversations
-from vllm_medusa.training.model import HeadsSpec
+from vllm_medusa.training.model import HeadsSpec, check_start
 from vllm_medusa.training.output import write_heads
+from vllm_medusa.training.processes import is_first, num_processes, part, prepare_in_first
 from vllm_medusa.training.progress import stage_progress
 from vllm_medusa.training.states import STATES_FOLDER, compute_states, missing_shards
 from vllm_medusa.training.trainer import TRAINING_FOLDER, TrainOptions, train
@@ -97,19 +99,31 @@ def run_training(console: Console, options: RunOptions) -> Path:
         DataError: the data, the model or the folders cannot be used.
         StageError: a stage failed.
     """
+    check_processes(options)
+    if not is_first():
+        console = Console(quiet=True)
+    prepare_in_first(lambda: prepare(console, options))
+    with stage_progress(console, "training", "steps") as progress:
+        train_heads(options, lambda record: _show(console, progress, record))
+    part()
+    if is_first():
+        write_heads(console, options)
+    return options.output
+
+
+def prepare(console: Console, options: RunOptions) -> None:
+    """All that is done before training: checks, answers, states."""
     conversations, problems = read_conversations(options.data, options.max_bad_lines)
     for problem in problems:
         console.print(f"skipped: {problem}", style="yellow", markup=False, soft_wrap=True)
     check_model(options)
+    check_init(options)
     prepare_folder(options.output, "--output")
     prepare_folder(options.work, "--work")
     check_settings(console, options)
 
     answers = make_answers(console, options, conversations)
     make_states(console, options, len(answers))
-    with stage_progress(console, "training", "steps") as progress:
-        train_heads(options, lambda record: _show(console, progress, record))
-    return write_heads(console, options)
 
 
 def make_answers(
@@ -125,7 +139,8 @@ def make_answers(
                     total = options.answers.num_tokens or round(
                         num_tokens / max(num_answers, 1) * len(conversations)
                     )
-                    progress(num_tokens, total)
+                    # More may be begun than is needed: what is finished first is not known before.
+                    progress(min(num_tokens, total), total)
             else:
                 store_given_answers(
                     conversations, options.model, options.chat_template, file, options.answers
@@ -180,7 +195,7 @@ def make_states(console: Console, options: RunOptions, num_answers: int) -> None
 def train_heads(options: RunOptions, report: Callable[[dict[str, Any]], None]) -> None:
     """The training stage, in a process of its own unless accelerate has started several."""
     arguments = (options.model, options.work, options.heads, options.training)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if num_processes() > 1:
         train(report, *arguments)
         return
     stage = run_stage(train, *arguments, log=options.work / "training.log", environment=KEEP_MEMORY)
@@ -208,6 +223,19 @@ def engine_options(options: RunOptions) -> dict[str, Any]:
     return chosen
 
 
+def check_processes(options: RunOptions) -> None:
+    """Refuse a number of processes that the answers of a step cannot be shared out to.
+
+    Raises:
+        DataError: --batch-answers is no multiple of it.
+    """
+    if options.training.batch_answers % num_processes():
+        raise DataError(
+            f"--batch-answers {options.training.batch_answers} cannot be shared out evenly to "
+            f"{num_processes()} processes: give a multiple of {num_processes()}"
+        )
+
+
 def check_model(options: RunOptions) -> None:
     """See that the model is there and can be asked, before an engine is started.
 
@@ -225,6 +253,21 @@ def check_model(options: RunOptions) -> None:
             "download that was interrupted goes on when the command is run again"
         ) from error
     ChatTemplate(tokenizer, options.chat_template, options.model)
+
+
+def check_init(options: RunOptions) -> None:
+    """See that the heads to start from can be used, before hours are spent on answers.
+
+    Raises:
+        DataError: they are of another kind.
+        HeadsError: there are none.
+    """
+    if options.training.init is None:
+        return
+    from transformers import AutoConfig
+
+    text = AutoConfig.from_pretrained(options.model).get_text_config()
+    check_start(inspect_heads(options.training.init), options.heads, text.hidden_size)
 
 
 def prepare_folder(folder: Path, option: str) -> None:

@@ -44,7 +44,7 @@ class TrainOptions:
 
     Attributes:
         epochs: times each answer is seen.
-        batch_answers: answers per step and process.
+        batch_answers: answers per step, of all processes together.
         learning_rate: its peak, after the warm-up.
         warmup: share of the steps.
         weight_decay, max_grad_norm: as AdamW and gradient clipping take them.
@@ -136,14 +136,18 @@ def train(report: Any, model: str, work: Path, spec: HeadsSpec, options: TrainOp
         LossError: the loss is no number; the best heads before it are kept.
     """
     from accelerate import Accelerator, DataLoaderConfiguration
-    from accelerate.utils import set_seed
+    from accelerate.utils import DistributedDataParallelKwargs, set_seed
 
     folder = work / TRAINING_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     set_seed(options.seed)
     accelerator = Accelerator(
         mixed_precision=options.mixed_precision,
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+        # A step is the same however many processes share its answers, so a run has as many steps,
+        # and the learning rate falls as it does in one process.
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, split_batches=True),
+        # The target's matrices are buffers, the same everywhere and never changed.
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
     )
     split = Split.read(work, options)
     target = TargetMatrices.read(model)
@@ -181,12 +185,13 @@ def train(report: Any, model: str, work: Path, spec: HeadsSpec, options: TrainOp
                 loss = head_loss(
                     plain, head_states, batch.states, batch.labels, options.distill, dtype
                 )
-                value = loss.item()
+                # Of all processes: where one has none, all of them stop.
+                value = accelerator.reduce(loss.detach(), reduction="mean").item()
                 if not math.isfinite(value):
                     raise LossError(
-                        f"the loss is {value} at step {step + 1} of {steps}: the heads of the best "
-                        f"checkpoint before it are in {folder / BEST}; try a smaller "
-                        f"--learning-rate than {options.learning_rate}, or look at the data"
+                        f"the loss is {value} at step {step + 1} of {steps}: "
+                        f"{progress.what_is_kept()}; look at the data, or give --retrain and a "
+                        f"smaller --learning-rate than {options.learning_rate}"
                     )
                 accelerator.backward(loss)
             accelerator.clip_grad_norm_(heads.parameters(), options.max_grad_norm)
@@ -246,15 +251,25 @@ class Checkpoints:
         """Load the last checkpoint; returns the steps that are done."""
         saved = self._saved()
         if not saved:
-            (self.folder / LOG).unlink(missing_ok=True)
-            (self.folder / BEST).unlink(missing_ok=True)
+            if self.accelerator.is_main_process:
+                (self.folder / LOG).unlink(missing_ok=True)
+                (self.folder / BEST).unlink(missing_ok=True)
             return 0
         self.accelerator.load_state(str(saved[-1]))
         step = int(saved[-1].name.removeprefix("step-"))
-        # What came after it will come again.
-        kept = [line for line in read_log(self.folder) if line["step"] <= step]
-        self._write_log(kept)
+        if self.accelerator.is_main_process:
+            # What came after it will come again.
+            kept = [line for line in read_log(self.folder) if line["step"] <= step]
+            self._write_log(kept)
         return step
+
+    def what_is_kept(self) -> str:
+        """What a run that fails leaves, in words."""
+        if (self.folder / BEST).exists():
+            return f"the heads of the best checkpoint before it are in {self.folder / BEST}"
+        if saved := self._saved():
+            return f"the last checkpoint before it is {saved[-1]}"
+        return "there is no checkpoint before it yet"
 
     def save(self, step: int) -> None:
         """Write the state under its name once it is complete, and delete those before it."""
@@ -270,6 +285,7 @@ class Checkpoints:
                 f"cannot write a checkpoint into {self.folder} ({error}): make room and run the "
                 "same command again; it goes on from the checkpoint before"
             ) from error
+        self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             os.replace(unfinished, final)
             for folder in before:
