@@ -26,7 +26,7 @@ from vllm_medusa.drafter import MedusaDrafter
 # -- the distribution ------------------------------------------------------------------------------
 
 SMALL_VOCAB = 16
-NUM_SAMPLES = 400 if INTERPRETED else 20_000
+NUM_SAMPLES = 200 if INTERPRETED else 20_000
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 # Several children at the root and below; the third generated token is drawn at a node, if the
 # second is one.
