@@ -117,6 +117,11 @@ test-v2-0.33: setup ## the same with the V2 runner of vLLM 0.33.0
 test-ray: setup ## tests on real Ray clusters, on an otherwise idle machine
 	@$(CPU_ENV) && $(PYTHON_VENV) -m pytest $(RAY_TESTS) $(ARGS)
 
+.PHONY: fuzz
+fuzz: setup ## random sessions against vLLM without speculation: SESSIONS (500) of them, a few seconds each
+	@FUZZ_SESSIONS=$(or $(SESSIONS),500); export FUZZ_SESSIONS; \
+		$(PYTEST) tests/integration/test_fuzz.py --hypothesis-show-statistics $(ARGS)
+
 .PHONY: releases
 releases: setup ## fetch the source of vLLM releases that are not installed, for the tests (350 MB each)
 	@$(PYTHON_VENV) -m ci.vllm_source

@@ -29,7 +29,7 @@ from tests.integration.tiny import VOCAB, add_byte_tokenizer
 from tests.integration.watch import watching
 from tests.triton_interpreter import ENABLED as INTERPRETED
 
-NUM_SESSIONS = int(os.environ.get("FUZZ_SESSIONS", "2" if INTERPRETED else "30"))
+NUM_SESSIONS = int(os.environ.get("FUZZ_SESSIONS", "2" if INTERPRETED else "12"))
 ASCII = 127  # prompts are of tokens below: broken UTF-8 at their end would show in the texts
 LONGEST = 200  # tokens of a prompt and its answer
 
