@@ -143,31 +143,32 @@ def test_requests_without_trees_are_counted(server):
     assert drafts == 0
 
 
-MALFORMED = {
-    "temperature": {"temperature": -1},
-    "top_p": {"top_p": 1.5},
-    "max_tokens": {"max_tokens": 0},
-    "n": {"n": 0},
-    "min_tokens": {"extra_body": {"min_tokens": 9}},
-    "min_p": {"extra_body": {"min_p": 2}},
-    "logit_bias": {"logit_bias": {"99999999": 1}},
-    "logprobs": {"logprobs": True, "top_logprobs": 1000},
-    "regex": {"extra_body": {"structured_outputs": {"regex": "(a"}}},
-    "json": {"extra_body": {"structured_outputs": {"json": {"type": "nothing"}}}},
-    "context": {"messages": [{"role": "user", "content": "very " * 2000 + "long"}]},
-}
+# What is wrong, and a word of vLLM's answer.
+MALFORMED = [
+    ({"temperature": -1}, "temperature"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"n": 0}, "n must be"),
+    ({"extra_body": {"min_tokens": 9}}, "min_tokens"),
+    ({"extra_body": {"min_p": 2}}, "min_p"),
+    ({"logit_bias": {"99999999": 1}}, "logit_bias"),
+    ({"logprobs": True, "top_logprobs": 1000}, "logprobs"),
+    ({"extra_body": {"structured_outputs": {"regex": "(a"}}}, "regex"),
+    ({"extra_body": {"structured_outputs": {"json": {"type": "nothing"}}}}, "Invalid type"),
+    ({"messages": [{"role": "user", "content": "very " * 2000 + "long"}]}, "1024"),
+]
 
 
 def test_malformed_requests_get_an_error_and_disturb_nobody(server, prompts, expected):
     client = OpenAI(base_url=server.base_url, api_key="unused", max_retries=0)
     stream = server.stream_chat(prompts[0], TOKENS)
     beginning = next(stream)
-    for name, options in MALFORMED.items():
+    for options, word in MALFORMED:
         message = [{"role": "user", "content": "Hello"}]
         request = {"model": server.name, "messages": message, "max_tokens": 8, **options}
         with pytest.raises(BadRequestError) as refused:
             client.chat.completions.create(**request)
-        assert name in str(refused.value)
+        assert word in str(refused.value)
     assert beginning + "".join(stream) == expected[0]
 
 
