@@ -177,7 +177,7 @@ def take_a_child(draw):
     return broken
 
 
-@pytest.mark.v1_only(reason="one launch walks there, tests/interpreter compares it with this walk")
+@pytest.mark.v1_only(reason="one launch walks there, tests/unit_triton compares it with this walk")
 @pytest.mark.parametrize("rule", [second_try, take_a_child])
 def test_broken_rules_are_found(rule, sample, logits, monkeypatch):
     from vllm_medusa.runner import v1

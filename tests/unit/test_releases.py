@@ -194,6 +194,9 @@ class ToyConfig(SpeculativeConfig):
 
     def extend_model_state(self, cls):
         return type("Extended", (cls,), {})
+
+    def extend_structured_output_manager(self, cls):
+        return type("Following", (cls,), {})
 """
 
 HOST = """
@@ -203,6 +206,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.worker.gpu import model_states, spec_decode
 
 register_speculative_method("toy", "toy_method.ToyConfig")
@@ -222,6 +226,17 @@ def config(**options):
     )
     return EngineArgs.from_cli_args(args).create_engine_config()
 
+class Core(EngineCore):
+    # Built up to the scheduler, which needs a worker.
+    def _initialize_kv_caches(self, vllm_config): return None
+
+def manager_of(vllm_config):
+    core = Core.__new__(Core)
+    try:
+        core.__init__(vllm_config, lambda vllm_config: None, False)
+    except AttributeError:
+        return type(core.structured_output_manager).__name__
+
 toy = config(spec_method="toy", speculative_config='{"toy": 6}')
 plain = config()
 ngram = config(spec_method="ngram", spec_tokens="2")
@@ -240,6 +255,9 @@ found = {
     "speculator": spec_decode.init_speculator(toy, "device", None),
     "state": type(model_states.init_model_state(toy, None, None, None)).__name__,
     "plain state": type(model_states.init_model_state(plain, None, None, None)).__name__,
+    "grammars": manager_of(toy),
+    "plain grammars": manager_of(plain),
+    "other grammars": manager_of(ngram),
     "ngram": type(ngram.speculative_config).__name__,
     "refusal": refusal,
     "unknown": unknown,
@@ -267,5 +285,8 @@ def test_upstream_diff_hosts_a_method_of_a_plugin(diff, target, tmp_path):
         "speculator": ["speculator", "device"],
         "state": "Extended",
         "plain state": "State",
+        "grammars": "Following",
+        "plain grammars": "StructuredOutputManager",
+        "other grammars": "StructuredOutputManager",
         "ngram": "SpeculativeConfig",
     }
