@@ -90,6 +90,9 @@ def test_bench(arguments, tmp_path, capsys):
         assert row["kind"] == "own"
         assert row["tokens_per_second"] > 0
         assert row["milliseconds_to_first_token"] > 0
+        parts = row["milliseconds_by_part"]
+        assert 0 < parts["forward"] + parts["LM head"] < parts["step"]
+        assert (parts.get("drafting", 0) > 0) == (variant != "plain vLLM")
     assert (output / "bench.png").stat().st_size > 0
     assert "plain vLLM" in (output / "bench.md").read_text()
 

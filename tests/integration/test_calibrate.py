@@ -21,7 +21,7 @@ from tests.integration.generation import (
     tokens,
 )
 from tests.integration.oracle import Oracle, oracle_drafts
-from tests.integration.tiny import HIDDEN, VOCAB, make_heads
+from tests.integration.tiny import HIDDEN, VOCAB, add_tokenizer, make_heads, make_model
 from tests.integration.watch import watching
 from vllm_medusa.calibration import cost
 from vllm_medusa.calibration import run as calibration
@@ -173,12 +173,14 @@ def test_data_are_measured_anew(models, heads, tmp_path, cache, monkeypatch, cap
     monkeypatch.setattr(calibration, "run_stage", lambda *args, **kwargs: iter([{}, *costs]))
     monkeypatch.setattr(calibration.contextlib, "closing", contextlib.nullcontext)
     output = tmp_path / "results"
+    (tmp_path / "T").write_text("T")
     arguments = ["--data", "prompts.jsonl", "--max-prompts", "7", "--output", str(output)]
+    arguments += ["--chat-template", str(tmp_path / "T")]
     assert calibrate(models(), heads, *arguments) == 0
     (call,) = asked
     assert call == (
         str(models()), heads, Path("prompts.jsonl"), cache / "calibration", 7,
-        {"dtype": "float32"},
+        {"dtype": "float32", "chat_template": "T"},
     )  # fmt: skip
     content = json.loads((output / TREE_FILE).read_text())
     assert content["tokens_per_step"] == [1.0] * 8
@@ -190,6 +192,22 @@ def test_data_are_measured_anew(models, heads, tmp_path, cache, monkeypatch, cap
     options = json.loads(said.split("--speculative-config '")[1].split("'")[0])
     options.pop("method"), options.pop("model")
     assert config_of(models(), heads, **options).num_speculative_tokens == 1
+
+
+def test_data_for_a_model_without_a_chat_template(heads, tmp_path, cache, monkeypatch, capsys):
+    """Said before an engine is started, with an option that is there; bad lines are named."""
+    monkeypatch.setattr(
+        "vllm_medusa.training.run.run_stage", lambda *args, **kwargs: pytest.fail("started")
+    )
+    model = add_tokenizer(make_model(tmp_path / "model"))
+    (tmp_path / "data.jsonl").write_text('{"prompt": 7}\n{"prompt": "a"}\n')
+    arguments = ["--data", str(tmp_path / "data.jsonl")]
+    assert calibrate(model, heads, *arguments) == 1
+    said = capsys.readouterr()
+    assert "skipped: " in said.out and "line 1" in said.out
+    assert "has no chat template: give one with --chat-template FILE" in said.err
+    assert calibrate(model, heads, *arguments, "--chat-template", str(tmp_path / "none")) == 1
+    assert "none cannot be read: No such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,8 @@ def test_given_answers_are_used(model, data, tmp_path):
     assert [(answer.line, answer.turn) for answer in answers] == [(5, 0), (6, 0)]
     tokenizer = AutoTokenizer.from_pretrained(model)
     assert [tokenizer.decode(answer.answer) for answer in answers] == ["<s>b</s>", "<s>e</s>"]
+    # Nobody was asked, so nobody answered greedily.
+    assert "greedy" not in (tmp_path / "heads" / "README.md").read_text()
 
 
 def test_run_yaml_repeats_the_run(trained, model, data, tmp_path):
@@ -177,9 +179,35 @@ def test_run_yaml_repeats_the_run(trained, model, data, tmp_path):
     arguments = ["train", str(model), "--data", str(data / "data.jsonl"), "--output", str(again)]
     arguments += ["--config", str(trained / "run.yaml")]
     assert str(model.parent) not in (trained / "run.yaml").read_text()
-    assert main([*arguments, "--chat-template", str(data / "template.jinja")]) == 0
+    assert main(arguments) == 0
     first, second = load_heads(trained), load_heads(again)
     assert torch.equal(first.block_weight, second.block_weight)
+
+
+def test_run_yaml_repeats_a_run_that_started_from_heads(trained, model, data, tmp_path, capsys):
+    first, again = tmp_path / "first", tmp_path / "again"
+    for output in (first, again):
+        shutil.copytree(trained.with_name("heads.work"), output.with_name(f"{output.name}.work"))
+        shutil.rmtree(output.with_name(f"{output.name}.work") / "training")
+    more = ["--retrain", "--init", str(trained), "--layers", "2", "--epochs", "1"]
+    assert main(command(model, data, first, *more)) == 0
+    assert (first / "init.run.yaml").read_text() == (trained / "run.yaml").read_text()
+    card = (first / "README.md").read_text()
+    assert "started from heads, made as these, but for layers 1, epochs 3 (`init.run.yaml`)" in card
+    assert str(trained.parent) not in (first / "run.yaml").read_text() + card
+
+    repeat = ["train", str(model), "--data", str(data / "data.jsonl"), "--output", str(again)]
+    repeat += ["--config", str(first / "run.yaml"), "--retrain"]
+    assert main(repeat) == 1
+    assert "started from heads of its own, heads: give them with --init" in capsys.readouterr().err
+    repeat += ["--init", str(trained)]
+    assert main(repeat) == 0
+    assert torch.equal(load_heads(first).block_weight, load_heads(again).block_weight)
+    assert inspect_heads(again).num_layers == 2
+    # What is given wins over the file, also where it is the default.
+    repeat.remove("--retrain")
+    assert main([*repeat, "--epochs", "4"]) == 1
+    assert "epochs: 1 then, 4 now" in capsys.readouterr().err
 
 
 def test_other_settings_are_refused_and_named(trained, model, data, capsys):

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from tests.integration.test_train import command, data, model, trained  # noqa: F401
+from tests.integration.tiny import make_heads
 from vllm_medusa.cli.main import main
+from vllm_medusa.stage_process import StageError, run_stage
 from vllm_medusa.training import trainer
 from vllm_medusa.training.memory import advise_on_memory
 from vllm_medusa.training.model import HeadsSpec
@@ -66,30 +68,49 @@ def test_output_that_cannot_be_written(model, data, tmp_path, capsys):  # noqa: 
     assert f"cannot write into {tmp_path / 'file' / 'heads'} (--output)" in error
 
 
-def test_a_loss_that_is_no_number_keeps_the_best_heads(
-    trained, model, monkeypatch  # noqa: F811
-):  # fmt: skip
+def train_until_nan(trained, model, step, monkeypatch, save_every):  # noqa: F811
+    """Train on the answers of another run, with a loss that is no number at a step."""
     work = trained.with_name("heads.work")
-    options = TrainOptions(batch_answers=4, validation=0.3, epochs=2, save_every=1)
+    options = TrainOptions(batch_answers=4, validation=0.3, epochs=2, save_every=save_every)
     loss_of, calls = trainer.head_loss, []
 
     def loss(*arguments, **more):
         calls.append(1)
         value = loss_of(*arguments, **more)
-        return value * float("nan") if len(calls) == 5 else value
+        return value * float("nan") if len(calls) == step else value
 
     monkeypatch.setattr(trainer, "head_loss", loss)
-    folder = work.with_name("nan.work")
+    folder = work.with_name(f"nan-{step}-{save_every}.work")
     folder.mkdir()
     for name in ("answers.jsonl", "states"):
         os.symlink(work / name, folder / name)
     spec = HeadsSpec(num_heads=3, draft_vocab=None)
     reports = []
-    with pytest.raises(LossError, match=r"the loss is nan at step 5 of .*best\.safetensors"):
+    with pytest.raises(LossError) as error:
         trainer.train(reports.append, str(model), folder, spec, options)
-    assert (folder / "training" / BEST).exists()
-    assert len(reports) >= 4
+    assert len(reports) >= step - 1
     assert all(torch.isfinite(torch.tensor(report["loss"])) for report in reports)
+    assert f"the loss is nan at step {step} of " in str(error.value)
+    return folder / "training", str(error.value)
+
+
+def test_a_loss_that_is_no_number_keeps_the_best_heads(trained, model, monkeypatch):  # noqa: F811
+    folder, error = train_until_nan(trained, model, 5, monkeypatch, save_every=1)
+    assert str(folder / BEST) in error
+    assert (folder / BEST).exists()
+
+
+@pytest.mark.parametrize("save_every", [1, 200])
+def test_a_loss_that_is_no_number_in_the_first_epoch(
+    trained, model, monkeypatch, save_every  # noqa: F811
+):  # fmt: skip
+    folder, error = train_until_nan(trained, model, 2, monkeypatch, save_every)
+    assert not (folder / BEST).exists() and BEST not in error
+    if save_every == 1:
+        assert f"the last checkpoint before it is {folder / 'step-1'}" in error
+        assert (folder / "step-1").is_dir()
+    else:
+        assert "there is no checkpoint before it yet" in error
 
 
 def test_too_little_memory_names_the_option():
@@ -132,3 +153,29 @@ def test_bad_options_are_refused_at_once(model, data, tmp_path, capsys):  # noqa
     arguments = ["train", "--config", str(tmp_path / "run.yaml")]
     assert "unknown options: epoch" in error_of(arguments, capsys)
     assert "missing: MODEL --data --output" in error_of(["train"], capsys)
+
+
+def test_heads_to_start_from_are_looked_at_first(model, data, tmp_path, capsys):  # noqa: F811
+    start = make_heads(tmp_path / "start", 3)
+    for init, said in (
+        (tmp_path / "none", "no such folder"),
+        (start, "cannot be a start for these: (sequential, number, hidden size) is (False, 3, 64)"),
+    ):
+        arguments = command(model, data, tmp_path / "heads", "--init", str(init))
+        assert said in error_of(arguments, capsys)
+    assert not (tmp_path / "heads.work" / "answers.jsonl").exists()
+
+
+def out_of_memory(report):
+    report(1)
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nmore")
+
+
+def test_too_little_memory_in_any_stage(tmp_path):
+    stage = run_stage(out_of_memory, log=tmp_path / "log")
+    assert next(stage) == 1
+    with pytest.raises(StageError, match="too little memory") as error:
+        next(stage)
+    assert "Tried to allocate 20 GiB" in str(error.value) and "more\n" not in str(error.value)
+    assert "--max-num-seqs" in str(error.value)
+    assert "Traceback" in (tmp_path / "log").read_text()

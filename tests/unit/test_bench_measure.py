@@ -6,8 +6,9 @@ from typing import ClassVar
 import pytest
 
 from vllm_medusa.bench.engine import Engine
+from vllm_medusa.bench.environment import memory_options
 from vllm_medusa.bench.generation import Generation
-from vllm_medusa.bench.measure import measure, seconds_left
+from vllm_medusa.bench.measure import measure, running_engines, seconds_left
 from vllm_medusa.bench.rounds import BenchError, Round, RoundFile, plan
 from vllm_medusa.bench.variants import Variant
 from vllm_medusa.demo.prompts import Prompt
@@ -24,7 +25,7 @@ class FakeEngine(Engine):
     def generate(self, prompts, max_tokens, temperature=0.0, nodes=None):
         self.asked.append((self.variant.name, prompts[0].name, temperature))
         answers = [Generation([7] * max_tokens, [1, max_tokens], [1.0, 2.0]) for _ in prompts]
-        return answers, self.loads.pop(0) if self.loads else 0.0
+        return answers, {"step": 1.0}, self.loads.pop(0) if self.loads else 0.0
 
 
 @pytest.fixture
@@ -105,6 +106,7 @@ def test_goes_on_where_it_was_stopped(engines, file):
     assert [prompt for _, prompt, _ in FakeEngine.asked] == ["chat 2"] * 3
     assert [each.task for each in rounds] == [task.name for task in tasks(3)]
     assert rounds[0].batches[2] == [Generation([7] * 4, [1, 4], [1.0, 2.0])]
+    assert rounds[0].parts == [{"step": 1.0}] * 3
     assert RoundFile(file, SETTINGS).rounds == rounds
     assert "round 3 of 3 (about 0 s left)" in said[0]
 
@@ -133,3 +135,18 @@ def test_time_left_is_estimated_from_rounds_alike():
     assert seconds_left(left, []) == "time left not known yet"
     assert seconds_left(left, [done(1, 5.0), done(2, 20.0)]) == "about 30 s left"
     assert seconds_left(left, [done(1, 60.0)]) == "about 3 min left"
+
+
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_engines_share_the_memory_of_a_gpu(on_cuda, monkeypatch):
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: on_cuda)
+    monkeypatch.setattr(FakeEngine, "start", lambda self: None)
+    monkeypatch.setattr("vllm_medusa.bench.measure.Engine", FakeEngine)
+    variants = [Variant(name, None) for name in "abcde"]
+    with running_engines(variants, "model", lambda text: None, dtype="auto") as engines:
+        shares = [each.options.get("gpu_memory_utilization") for each in engines]
+    assert shares == ([0.18] * 5 if on_cuda else [None] * 5)
+    assert all(each.options["dtype"] == "auto" for each in engines)
+    assert sum(memory_options(7, True)["gpu_memory_utilization"] for _ in range(7)) < 0.91

@@ -17,12 +17,19 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from vllm_medusa.bench.environment import compile_environment, log_file
-from vllm_medusa.bench.generation import Generation
+from vllm_medusa.bench.generation import Generation, Parts, median_parts
 from vllm_medusa.bench.variants import Variant
-from vllm_medusa.calibration.live import set_tree_size
+from vllm_medusa.calibration.clock import StepClock
+from vllm_medusa.calibration.live import model_runner, set_tree_size, time_parts
 from vllm_medusa.demo.prompts import Prompt
 from vllm_medusa.load import LoadMeter
-from vllm_medusa.stage_process import end_process, print_into, start_process, tail
+from vllm_medusa.stage_process import (
+    end_process,
+    memory_advice,
+    print_into,
+    start_process,
+    tail,
+)
 from vllm_medusa.training.answers import ChatTemplate
 
 
@@ -66,7 +73,7 @@ class Engine:
         max_tokens: int,
         temperature: float = 0.0,
         nodes: int | None = None,
-    ) -> tuple[list[Generation], float]:
+    ) -> tuple[list[Generation], Parts, float]:
         """Answer prompts, all of them in one batch.
 
         Args:
@@ -76,15 +83,16 @@ class Engine:
             nodes: change the size of a Medusa engine's trees, from now on.
 
         Returns:
-            The answers, and how many cores other processes kept busy meanwhile (`LoadMeter`).
+            The answers, the parts of their median decoding step, and how many cores other processes
+            kept busy meanwhile (`LoadMeter`).
 
         Raises:
             RuntimeError: with the reason or the end of the engine's log, if the engine failed.
         """
         meter = LoadMeter()
         self.connection.send((prompts, max_tokens, temperature, nodes))
-        answers, cpu_seconds = self.receive()
-        return answers, meter.others(cpu_seconds)
+        answers, parts, cpu_seconds = self.receive()
+        return answers, parts, meter.others(cpu_seconds)
 
     def receive(self) -> Any:
         """The next message of the process."""
@@ -115,6 +123,8 @@ def engine_process(
 ) -> None:
     """The engine's process: build it, say so, answer until the pipe closes."""
     print_into(log)
+    import torch
+
     try:
         from vllm import LLM
 
@@ -126,16 +136,21 @@ def engine_process(
             **options,
         )
         template = ChatTemplate(llm.get_tokenizer(), chat_template, model)
+        clock = StepClock(on_cuda=llm.llm_engine.vllm_config.device_config.device_type == "cuda")
+        time_parts(clock, model_runner(llm))
         connection.send(("ready", None))
         while True:
             prompts, max_tokens, temperature, nodes = connection.recv()
             if nodes is not None:
                 set_tree_size(llm.llm_engine.engine_core.engine_core.scheduler, nodes)
             started = time.process_time()
-            answers = answer_all(llm, template, prompts, max_tokens, temperature)
-            connection.send(("answers", (answers, time.process_time() - started)))
+            answers, parts = answer_all(llm, clock, template, prompts, max_tokens, temperature)
+            connection.send(("answers", (answers, parts, time.process_time() - started)))
     except EOFError:
         pass
+    except torch.OutOfMemoryError as error:
+        traceback.print_exc()
+        connection.send(("error", f"{memory_advice(error)}\n(the whole log: {log})"))
     except ValueError as error:
         traceback.print_exc()
         connection.send(("error", f"{error}\n(the whole log: {log})"))
@@ -146,12 +161,16 @@ def engine_process(
 
 def answer_all(
     llm: Any,
+    clock: StepClock,
     template: ChatTemplate,
     prompts: Sequence[Prompt],
     max_tokens: int,
     temperature: float,
-) -> list[Generation]:
+) -> tuple[list[Generation], Parts]:
     """Answer prompts in one batch, watching each step.
+
+    Returns:
+        The answers, and the parts of the median decoding step: one in which no prompt is read.
 
     Raises:
         ValueError: a prompt leaves no room for an answer.
@@ -172,6 +191,7 @@ def answer_all(
     rows = 1 + config.num_speculative_tokens
     answers = [Generation([], [], []) for _ in prompts]
     running: set[int] = set()
+    steps: list[Parts] = []
     started = time.perf_counter()
     while waiting or running:
         # Prompts are read whole: in vLLM's V1 runner on a CPU, a request with a seed can fail if
@@ -189,8 +209,14 @@ def answer_all(
             engine.add_request(str(number), {"prompt_token_ids": token_ids}, sampling)
             running.add(number)
             room -= len(token_ids)
+        decoding = all(answers[number].counts for number in running)
+        before = time.perf_counter()
         outputs = engine.step()
-        now = time.perf_counter() - started
+        ended = time.perf_counter()
+        parts = {"step": ended - before} | clock.take()
+        if decoding:
+            steps.append(parts)
+        now = ended - started
         for output in outputs:
             number = int(output.request_id)
             answer, token_ids = answers[number], list(output.outputs[0].token_ids)
@@ -200,4 +226,4 @@ def answer_all(
                 answer.times.append(now)
             if output.finished:
                 running.discard(number)
-    return answers
+    return answers, median_parts(steps)

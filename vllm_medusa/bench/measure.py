@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vllm_medusa.bench.engine import Engine
-from vllm_medusa.bench.generation import Generation
+from vllm_medusa.bench.environment import memory_options
+from vllm_medusa.bench.generation import Generation, Parts
 from vllm_medusa.bench.progress import Progress
 from vllm_medusa.bench.rounds import Round, RoundFile, Task
 from vllm_medusa.bench.variants import Variant
@@ -35,7 +36,11 @@ def running_engines(
     chat_template: str | None = None,
     **options: Any,
 ) -> Iterator[list[Engine]]:
-    """Engines for all variants, each started and warmed up by a first request."""
+    """Engines for all variants, each started and warmed up by a first request; on a GPU they share
+    its memory evenly."""
+    from vllm.platforms import current_platform
+
+    options = memory_options(len(variants), current_platform.is_cuda_alike()) | options
     engines = [Engine(variant, model, options, chat_template) for variant in variants]
     with contextlib.ExitStack() as stack:
         for engine in engines:
@@ -74,7 +79,7 @@ def measure(
 
 def measure_round(engines: Sequence[Engine], task: Task, max_tokens: int, first: int) -> Round:
     """One task through all engines, beginning with engine `first` (modulo their number)."""
-    answers: dict[int, tuple[list[Generation], float]] = {}
+    answers: dict[int, tuple[list[Generation], Parts, float]] = {}
     started = time.monotonic()
     for turn in range(len(engines)):
         index = (first + turn) % len(engines)
@@ -84,9 +89,10 @@ def measure_round(engines: Sequence[Engine], task: Task, max_tokens: int, first:
         task.name,
         task.kind,
         task.temperature,
-        batches=[batch for batch, _ in ordered],
-        others=[others for _, others in ordered],
+        batches=[batch for batch, _, _ in ordered],
+        others=[others for _, _, others in ordered],
         seconds=time.monotonic() - started,
+        parts=[parts for _, parts, _ in ordered],
     )
 
 

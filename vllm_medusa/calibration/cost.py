@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm_medusa.calibration.clock import StepClock
 from vllm_medusa.calibration.errors import CalibrationError
-from vllm_medusa.calibration.live import model_runner, set_tree_size
+from vllm_medusa.calibration.live import model_runner, set_tree_size, time_parts
 from vllm_medusa.load import LoadMeter
 
 SIZES = (0, 1, 2, 3, 4, 5, 6, 7, 9, 11, 15, 23, 31, 47, 63, 95, 127)
@@ -27,6 +27,9 @@ HOPELESS = 0.6
 
 # Room that requests have to grow in, tokens; a full one is replaced by a new request.
 ROOM = 256
+
+# Steps of a turn that may still have the size before, or belong to the scheduling ahead.
+SPARE = 4
 
 
 @dataclass(frozen=True)
@@ -192,10 +195,8 @@ class _StepMeter:
         self.max_num_batched_tokens = config.scheduler_config.max_num_batched_tokens
         self.paths = config.speculative_config.tree
         self.scheduler = self.engine.engine_core.engine_core.scheduler
-        runner = model_runner(llm)
-        self.clock = StepClock()
-        self.clock.time(runner, "_model_forward", "forward")
-        self.clock.time(runner, "propose_draft_token_ids", "drafting")
+        self.clock = StepClock(on_cuda=config.device_config.device_type == "cuda")
+        time_parts(self.clock, model_runner(llm))
         self._watch_scheduler()
         self.lengths: dict[str, int] = {}
         self.names = map(str, range(10**9))
@@ -207,7 +208,7 @@ class _StepMeter:
         Raises:
             CalibrationError: the engine does not run such steps (out of KV cache, for example).
         """
-        most = (self.options.steps + 3) * (1 + max(map(len, self.paths)))
+        most = (self.options.steps + SPARE) * (1 + max(map(len, self.paths)))
         longest = max(self.lengths.values(), default=0)
         if len(self.lengths) != batch_size or longest + most + num_nodes > ROOM:
             self._new_requests(batch_size)
@@ -216,7 +217,7 @@ class _StepMeter:
         # find caches cold.
         wanted = batch_size * (1 + num_nodes)
         counted: list[dict[str, float]] = []
-        for _ in range(self.options.steps + 3):
+        for _ in range(self.options.steps + SPARE):
             times = self._step()
             if self.num_scheduled == wanted and len(self.lengths) == batch_size:
                 counted.append(times)

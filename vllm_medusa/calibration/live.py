@@ -4,11 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_medusa.calibration.clock import StepClock
+
 
 def model_runner(llm: Any) -> Any:
     """The model runner of vLLM's ``LLM`` (VLLM_ENABLE_V1_MULTIPROCESSING=0, one worker)."""
     core = llm.llm_engine.engine_core.engine_core
     return core.model_executor.driver_worker.worker.model_runner
+
+
+def time_parts(clock: StepClock, runner: Any) -> None:
+    """Have a clock time the forward pass ("forward"), the target's LM head ("LM head") and what
+    drafts ("drafting"), as far as they are there.
+
+    Args:
+        clock: which.
+        runner: vLLM's V1 runner or its V2 runner (``vllm/v1/worker/gpu``), with Medusa or without.
+    """
+    clock.time(runner.model, "compute_logits", "LM head")
+    if not hasattr(runner, "speculator"):
+        clock.time(runner, "_model_forward", "forward")
+        clock.time(runner, "propose_draft_token_ids", "drafting")
+        return
+    clock.time(runner.model, "forward", "forward")
+    if runner.cudagraph_manager is not None:  # a full graph replays without the model
+        clock.time(runner.cudagraph_manager, "run_fullgraph", "forward")
+    if runner.speculator is not None:
+        clock.time(runner.speculator, "propose", "drafting")
 
 
 def set_tree_size(scheduler: Any, num_nodes: int) -> None:

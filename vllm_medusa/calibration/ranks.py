@@ -15,7 +15,7 @@ from vllm_medusa.training.answers import AnswerOptions
 from vllm_medusa.training.data import read_conversations
 from vllm_medusa.training.evaluate import rank_paths
 from vllm_medusa.training.model import TargetMatrices, TrainableHeads
-from vllm_medusa.training.run import RunOptions, make_answers, make_states
+from vllm_medusa.training.run import RunOptions, check_model, make_answers, make_states
 from vllm_medusa.training.states import STATES_FOLDER, load_states
 
 
@@ -28,6 +28,7 @@ def measure_ranks(
     max_prompts: int,
     dtype: str = "auto",
     max_answer_tokens: int = 128,
+    chat_template: str | None = None,
 ) -> RankPaths:
     """How well heads foretell the target's greedy answers to prompts.
 
@@ -40,13 +41,17 @@ def measure_ranks(
         max_prompts: the first so many are answered.
         dtype: of the target.
         max_answer_tokens: where answers are cut.
+        chat_template: the text of a template, for a model without one.
 
     Raises:
         DataError: the data cannot be used.
         StageError: the target failed.
     """
-    conversations, _ = read_conversations(data)
+    conversations, problems = read_conversations(data)
+    for problem in problems:
+        console.print(f"skipped: {problem}", style="yellow", markup=False, soft_wrap=True)
     what = [model, dtype, max_prompts, max_answer_tokens, data.read_text(encoding="utf-8")]
+    what += [chat_template] if chat_template else []
     digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]
     options = RunOptions(
         model=model,
@@ -54,8 +59,10 @@ def measure_ranks(
         output=heads,
         work=work / f"ranks-{digest}",
         dtype=dtype,
+        chat_template=chat_template,
         answers=AnswerOptions(temperatures=(0.0,), max_answer_tokens=max_answer_tokens),
     )
+    check_model(options)
     options.work.mkdir(parents=True, exist_ok=True)
     answers = make_answers(console, options, conversations[:max_prompts])
     make_states(console, options, len(answers))

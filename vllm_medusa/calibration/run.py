@@ -43,6 +43,7 @@ class CalibrateOptions:
         heads: folder or hub id of the heads, with revision if wanted.
         output: folder for the results; None: the heads' folder, which must be one of the user's.
         data: prompts to measure the heads anew; None: the ranks stored beside the heads.
+        chat_template: the text of a template for the data, for a model without one.
         max_prompts: of the data, so many are used.
         num_nodes: size of the tree that is written.
         min_gain: a tree must promise as much.
@@ -55,6 +56,7 @@ class CalibrateOptions:
     revision: str | None = None
     output: Path | None = None
     data: Path | None = None
+    chat_template: str | None = None
     max_prompts: int = 200
     num_nodes: int = 63
     min_gain: float = MIN_GAIN
@@ -170,6 +172,7 @@ def _rank_paths(
             work,
             options.max_prompts,
             dtype=options.cost.dtype,
+            chat_template=options.chat_template,
         )
         where = f"what was measured on {options.data}"
     check_ranks(paths, info.num_heads, where)

@@ -29,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: what training stored beside the heads)",
     )
     parser.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="with --data, for a model without one"
+    )
+    parser.add_argument(
         "--max-prompts", type=_positive, default=200, help="of --data (default: %(default)s)"
     )
     parser.add_argument(
@@ -71,12 +74,19 @@ def run(args: argparse.Namespace) -> int:
     from vllm_medusa.training.data import DataError
     from vllm_medusa.tree import TreeError
 
+    try:
+        template = args.chat_template.read_text(encoding="utf-8") if args.chat_template else None
+    except OSError as error:
+        file = args.chat_template
+        print_error("calibrate", f"--chat-template {file} cannot be read: {error.strerror}")
+        return 1
     options = CalibrateOptions(
         model=args.model,
         heads=args.heads,
         revision=args.revision,
         output=args.output,
         data=args.data,
+        chat_template=template,
         max_prompts=args.max_prompts,
         num_nodes=args.nodes,
         min_gain=args.min_gain,

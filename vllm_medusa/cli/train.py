@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     recipe.add_argument("--max-grad-norm", type=float, default=1.0)
     recipe.add_argument(
         "--distill", type=float, default=0.0,
-        help="share of the loss against the target's probabilities (default: %(default)s)",
+        help="share of the loss against the target's probabilities (default: none)",
     )  # fmt: skip
     recipe.add_argument("--validation", type=float, default=0.05, help="share held out")
     recipe.add_argument("--max-validation", type=int, default=400, help="answers of it looked at")
@@ -90,6 +90,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     recipe.add_argument(
         "--retrain", action="store_true", help="with another recipe, on the answers made before"
     )
+    # What is not given is missing from the parsed options: the options of --config come between
+    # those that are given and the defaults.
+    parser.set_defaults(defaults=vars(parser.parse_args([])))
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
 
 
 def run(args: argparse.Namespace) -> int:
@@ -125,7 +130,8 @@ def options_of(args: argparse.Namespace) -> Any:
     from vllm_medusa.training.run import RunOptions
     from vllm_medusa.training.trainer import TrainOptions
 
-    values = vars(args) | _from_file(args)
+    given = vars(args)
+    values = args.defaults | _from_file(args, given) | given
     if values["dry_run"]:
         values |= DRY_RUN
     missing = [f"--{name}" for name in ("data", "output") if not values[name]]
@@ -152,7 +158,7 @@ def options_of(args: argparse.Namespace) -> Any:
         store_dtype=values["store_dtype"],
         max_num_seqs=values["max_num_seqs"],
         max_bad_lines=values["max_bad_lines"],
-        chat_template=template.read_text(encoding="utf-8") if template else None,
+        chat_template=_read_template(Path(template)) if template else None,
         retrain=values["retrain"],
         note=values["note"],
         answers=AnswerOptions(
@@ -190,24 +196,41 @@ def options_of(args: argparse.Namespace) -> Any:
     )
 
 
-def _from_file(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of --config; MODEL, --data and --output of the command line win."""
-    if args.config is None:
+def _from_file(args: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any]:
+    """Options of --config; those that are given on the command line win."""
+    if "config" not in given:
         return {}
     import yaml
 
     from vllm_medusa.training.data import DataError
 
+    config = given["config"]
     try:
-        stored = yaml.safe_load(args.config.read_text(encoding="utf-8"))
+        stored = yaml.safe_load(config.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
-        raise DataError(f"cannot read --config {args.config}: {error}") from error
-    known = vars(args)
-    unknown = sorted(set(stored) - set(known)) if isinstance(stored, dict) else [str(stored)]
+        raise DataError(f"cannot read --config {config}: {error}") from error
+    is_mapping = isinstance(stored, dict)
+    unknown = sorted(set(stored) - set(args.defaults)) if is_mapping else [str(stored)]
     if unknown:
-        raise DataError(f"--config {args.config} holds unknown options: {', '.join(unknown)}")
-    given = {name for name in ("model", "data", "output") if known[name]}
-    return {name: value for name, value in stored.items() if name not in given}
+        raise DataError(f"--config {config} holds unknown options: {', '.join(unknown)}")
+    init = stored.get("init")
+    if init and "init" not in given and "/" not in init:
+        raise DataError(
+            f"--config {config}: that run started from heads of its own, {init}: give them with "
+            "--init; the model card beside it says how they were made"
+        )
+    if stored.get("chat_template"):
+        stored["chat_template"] = config.parent / stored["chat_template"]
+    return stored
+
+
+def _read_template(file: Path) -> str:
+    from vllm_medusa.training.data import DataError
+
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"--chat-template {file} cannot be read: {error.strerror}") from error
 
 
 def _precision(asked: str) -> str:

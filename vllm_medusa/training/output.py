@@ -12,7 +12,7 @@ from rich.console import Console
 
 from vllm_medusa import __version__
 from vllm_medusa.calibration.ranks_file import RankPaths, save_ranks
-from vllm_medusa.heads.checkpoint import load_heads
+from vllm_medusa.heads.checkpoint import inspect_heads, load_heads
 from vllm_medusa.heads.save import save_heads
 from vllm_medusa.picture import picture
 from vllm_medusa.training.answers import ANSWERS_FILE, read_answers
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 CARD = "README.md"
 PICTURE = "accuracy.png"
 REPEAT = "run.yaml"
+# What the files of the heads that training started from are called here.
+START = "init."
+TEMPLATE = "chat_template.jinja"
 SIZES = (1, 3, 7, 15, 63)
 
 
@@ -36,7 +39,7 @@ def write_heads(console: Console, options: RunOptions) -> Path:
 
     target = TargetMatrices.read(options.model)
     best = load_heads_file(options.work / TRAINING_FOLDER / BEST, options.heads, target)
-    name = Path(options.model).name if Path(options.model).exists() else options.model
+    name = name_of(options.model)
     dtype = options.store_dtype
     if dtype == "auto":
         dtype = str(AutoConfig.from_pretrained(options.model).dtype or torch.float32)
@@ -53,9 +56,12 @@ def write_heads(console: Console, options: RunOptions) -> Path:
     items = split.validation[: options.training.max_validation]
     paths = rank_paths(heads, items)
     save_ranks(options.output, paths)
+    start = keep_start(options)
     (options.output / REPEAT).write_text(yaml.safe_dump(command_options(options), sort_keys=False))
+    if options.chat_template is not None:
+        (options.output / TEMPLATE).write_text(options.chat_template, encoding="utf-8")
     num_ranks = heads.lm_head.shape[0]
-    card = write_card(options, name, paths, num_ranks, len(items))
+    card = write_card(options, name, paths, num_ranks, len(items), start)
     (options.output / CARD).write_text(card, encoding="utf-8")
     draw_accuracy(paths, options.output / PICTURE)
     console.print(f"heads, card and picture are in {options.output}", soft_wrap=True)
@@ -68,16 +74,16 @@ def command_options(options: RunOptions) -> dict[str, Any]:
     are to be given again where they are local."""
     answers, heads, training = options.answers, options.heads, options.training
     # Of folders on this machine only the name: the card travels with the heads.
-    model = Path(options.model)
     init = options.training.init
     flat = {
-        "model": model.name if model.exists() else options.model,
+        "model": name_of(options.model),
         "data": options.data.name,
         "dtype": options.dtype,
         "max_num_seqs": options.max_num_seqs,
         "store_dtype": options.store_dtype,
         "note": options.note,
         "max_bad_lines": options.max_bad_lines,
+        "chat_template": None if options.chat_template is None else TEMPLATE,
         "temperatures": list(answers.temperatures),
         "max_answer_tokens": answers.max_answer_tokens,
         "max_turns": answers.max_turns,
@@ -90,13 +96,55 @@ def command_options(options: RunOptions) -> dict[str, Any]:
         "own_lm_heads": heads.own_lm_heads,
         "draft_vocab": heads.draft_vocab or 0,
     }
-    return flat | asdict(training) | {"init": Path(init).name if init else None}
+    return flat | asdict(training) | {"init": name_of(init) if init else None}
+
+
+def keep_start(options: RunOptions) -> dict[str, Any]:
+    """Copy how the heads were made that training started from, and what those started from.
+
+    Returns:
+        The options of the run that made them; none where nothing is known.
+    """
+    if options.training.init is None:
+        return {}
+    start = inspect_heads(options.training.init).path
+    for file in sorted(start.glob(f"*{REPEAT}")):
+        (options.output / f"{START}{file.name}").write_bytes(file.read_bytes())
+    made = start / REPEAT
+    return yaml.safe_load(made.read_text(encoding="utf-8")) if made.exists() else {}
+
+
+def describe_start(options: RunOptions, start: dict[str, Any]) -> list[str]:
+    """The card's line on the heads that training started from; none where it started from none."""
+    if not options.training.init:
+        return []
+    line = f"- started from {name_of(options.training.init)}"
+    if not start:
+        return [f"{line}; how they were made is not known"]
+    here = command_options(options)
+    other = [
+        f"{name.replace('_', ' ')} {value}"
+        for name, value in start.items()
+        if name not in ("init", "note") and value != here.get(name)
+    ]
+    same = "as these" if not other else f"as these, but for {', '.join(other)}"
+    return [f"{line}, made {same} (`{START}{REPEAT}`)"]
+
+
+def name_of(given: str) -> str:
+    """A hub id as it is, of a folder on this machine only the name: the card travels."""
+    return Path(given).name if Path(given).exists() else given
 
 
 def write_card(
-    options: RunOptions, name: str, paths: RankPaths, num_ranks: int, num_answers: int
+    options: RunOptions,
+    name: str,
+    paths: RankPaths,
+    num_ranks: int,
+    num_answers: int,
+    start: dict[str, Any],
 ) -> str:
-    """The model card."""
+    """The model card; ``start``: options of the run that made the heads it started from."""
     answers = read_answers(options.work / ANSWERS_FILE)
     tokens = sum(len(answer.answer) for answer in answers)
     prompts = len({answer.line for answer in answers})
@@ -109,18 +157,23 @@ def write_card(
     vocab = "the whole vocabulary"
     if heads.draft_vocab and heads.draft_vocab <= num_ranks:
         vocab = f"the {num_ranks} most frequent tokens of the answers (`token_map`)"
-    source = "of the target itself" if options.answers.regenerate else "that the data holds"
+    source, drawn = "that the data holds", ""
+    if options.answers.regenerate:
+        source = "of the target itself"
+        drawn = (
+            f"; {100 * greedy:.0f} % greedy, temperatures taken in turn "
+            f"{list(options.answers.temperatures)}, seed {options.answers.seed}"
+        )
     lines = [
         "---", f"base_model: {name}", "library_name: vllm", "tags: [medusa, vllm-medusa]", "---",
         "",
         f"# Medusa heads for {name}", "",
         f"{heads.num_heads} {heads.head_type} heads, {heads.num_layers} residual block(s) each, "
         f"{lm_head}, drafting from {vocab}. Made by vllm-medusa {__version__} "
-        f"(`vllm-medusa train MODEL --data FILE --config {REPEAT}`).", "",
+        f"(`vllm-medusa train MODEL --data FILE --config {REPEAT}"
+        f"{' --init HEADS' if training.init else ''}`).", "",
         "## Data", "",
-        f"- {len(answers)} answers {source} to {prompts} prompts, {tokens} tokens; "
-        f"{100 * greedy:.0f} % greedy, temperatures taken in turn "
-        f"{list(options.answers.temperatures)}, seed {options.answers.seed}",
+        f"- {len(answers)} answers {source} to {prompts} prompts, {tokens} tokens{drawn}",
         f"- the target in {options.dtype}",
         *([f"- {options.note}"] if options.note else []),
         f"- {100 * training.validation:.0f} % of the conversations held out", "",
@@ -128,7 +181,7 @@ def write_card(
         f"- AdamW, learning rate {training.learning_rate} after {100 * training.warmup:.0f} % "
         f"warm-up, cosine, weight decay {training.weight_decay}, gradients clipped at "
         f"{training.max_grad_norm}",
-        *([f"- started from {Path(training.init).name}"] if training.init else []),
+        *describe_start(options, start),
         f"- {training.epochs} epochs of {training.batch_answers} answers a step ({last} steps), "
         f"seed {training.seed}, products in "
         f"{'bfloat16' if training.mixed_precision == 'bf16' else 'float32'}",
