@@ -90,7 +90,7 @@ def test_random_grammars(backend, engines):
     numbers = random.Random(backend)
     specs = [random_spec(numbers) for _ in range(NUM_SPECS // 2)]
     each = [
-        asking(spec, temperature=0.8 * (number % 2), seed=number, presence_penalty=number % 3)
+        asking(spec, temperature=0.8 * (number % 2), seed=number, presence_penalty=number % 5 // 4)
         for number, spec in enumerate(specs)
     ]
     others = [{"seed": number, **OTHERS[number % len(OTHERS)]} for number in range(fewer(20, 4))]
