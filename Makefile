@@ -91,7 +91,7 @@ RAY_TESTS := tests/integration/test_ray.py tests/integration/test_ray_serve.py
 # Triton's interpreter changes what vLLM does all over a process (tests/triton_interpreter.py), so
 # these run in processes of their own.
 V2_TESTS := tests/integration/test_greedy_schedules.py tests/integration/test_kv_cache.py \
-	tests/integration/test_triton_attention.py
+	tests/integration/test_triton_attention.py tests/integration/test_calibrate_v2.py
 V2_MORE := tests/integration/test_greedy.py tests/integration/test_sampled.py \
 	tests/integration/test_structured_outputs.py tests/integration/test_tensor_parallel.py \
 	tests/integration/test_thinking_budget.py tests/integration/test_v2_runner.py
