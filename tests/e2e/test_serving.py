@@ -35,7 +35,7 @@ def expected(model):
     options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024}
     engine = Engine(Variant("e2e reference", None), str(model), options)
     engine.start()
-    answers, _ = engine.generate(demo_prompts()[:6], TOKENS)
+    answers, *_ = engine.generate(demo_prompts()[:6], TOKENS)
     engine.stop()
     tokenizer = AutoTokenizer.from_pretrained(model)
     return [tokenizer.decode(answer.token_ids, skip_special_tokens=True) for answer in answers]
