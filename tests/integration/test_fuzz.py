@@ -29,7 +29,7 @@ from tests.integration.tiny import VOCAB, add_byte_tokenizer
 from tests.integration.watch import watching
 from tests.triton_interpreter import ENABLED as INTERPRETED
 
-NUM_SESSIONS = int(os.environ.get("FUZZ_SESSIONS", "2" if INTERPRETED else "12"))
+NUM_SESSIONS = int(os.environ.get("FUZZ_SESSIONS", "2" if INTERPRETED else "30"))
 ASCII = 127  # prompts are of tokens below: broken UTF-8 at their end would show in the texts
 LONGEST = 200  # tokens of a prompt and its answer
 
@@ -189,7 +189,7 @@ def assert_same(found, expected):
 
 
 def possible(logprobs):
-    """The logprobs by token; tokens that cannot come are all alike, and any of them may be named."""
+    """The logprobs by token. Tokens that cannot come are all alike: any of them may be named."""
     return {
         token: value.logprob for token, value in logprobs.items() if value.logprob > float("-inf")
     }
