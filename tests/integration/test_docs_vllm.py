@@ -40,7 +40,7 @@ def test_serve_commands(command, parser):
 
 def test_options_that_are_mentioned_exist(parser):
     """Every `--option` on the pages is one of vLLM's, of ours, or of pip's and the like."""
-    known = set(parser._option_string_actions) | {"--no-deps"}
+    known = set(parser._option_string_actions) | {"--no-deps", "--nproc-per-node"}
     for module, _ in COMMANDS.values():
         ours = argparse.ArgumentParser()
         importlib.import_module(module).add_arguments(ours)

@@ -96,24 +96,21 @@ def test_a_run_that_was_killed_ends_with_the_same_heads(
     output = tmp_path / "heads"
     work = tmp_path / "heads.work"
 
-    def interrupted(after):
-        """Stop at the so-manieth report of any stage."""
-        seen = 0
+    def interrupted(stage, after):
+        """Stop behind so many reports of a stage."""
 
         def stop(function, *arguments, **options):
-            nonlocal seen
-            for value in run_stage(function, *arguments, **options):
-                seen += 1
-                if seen > after:
+            for number, value in enumerate(run_stage(function, *arguments, **options)):
+                if function.__name__ == stage and number >= after:
                     raise KeyboardInterrupt
                 yield value
 
         return stop
 
-    for after in (5, 14, 6):
-        monkeypatch.setattr(run, "run_stage", interrupted(after))
-        assert main(command(model, data, output)) == 130
-        if after == 5:  # killed in the middle of a line
+    for stage, after in ("generate_answers", 5), ("compute_states", 1), ("train", 6):
+        monkeypatch.setattr(run, "run_stage", interrupted(stage, after))
+        assert main(command(model, data, output)) == 130, stage
+        if stage == "generate_answers":  # killed in the middle of a line
             with (work / "answers.jsonl").open("a") as file:
                 file.write('{"line": 9, "turn": 0, "pro')
     assert list((work / "training").glob("step-*"))
