@@ -18,8 +18,7 @@ from typing import Any
 
 from in_process import start
 
-from vllm_medusa.calibration.clock import StepClock
-from vllm_medusa.calibration.live import model_runner, set_tree_size
+from vllm_medusa.calibration.live import model_runner, set_tree_size, step_clock
 from vllm_medusa.demo.prompts import demo_prompts
 from vllm_medusa.load import LoadMeter
 from vllm_medusa.machine import describe_machine
@@ -47,12 +46,9 @@ def main() -> None:
     engine = llm.llm_engine
     core = engine.engine_core.engine_core
     runner = model_runner(llm)
-    clock = StepClock()
-    clock.time(runner, "_model_forward", "forward")
-    clock.time(runner.model, "compute_logits", "LM head")
+    clock = step_clock(llm)
     clock.time(runner, "_sample", "acceptance")
     clock.time(runner, "_compact", "compaction")
-    clock.time(runner, "propose_draft_token_ids", "drafting")
 
     sampling = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
     tokenizer = llm.get_tokenizer()

@@ -20,7 +20,7 @@ from vllm_medusa.bench.environment import compile_environment, log_file
 from vllm_medusa.bench.generation import Generation, Parts, median_parts
 from vllm_medusa.bench.variants import Variant
 from vllm_medusa.calibration.clock import StepClock
-from vllm_medusa.calibration.live import model_runner, set_tree_size, time_parts
+from vllm_medusa.calibration.live import set_tree_size, step_clock
 from vllm_medusa.demo.prompts import Prompt
 from vllm_medusa.load import LoadMeter
 from vllm_medusa.stage_process import (
@@ -136,8 +136,7 @@ def engine_process(
             **options,
         )
         template = ChatTemplate(llm.get_tokenizer(), chat_template, model)
-        clock = StepClock(on_cuda=llm.llm_engine.vllm_config.device_config.device_type == "cuda")
-        time_parts(clock, model_runner(llm))
+        clock = step_clock(llm)
         connection.send(("ready", None))
         while True:
             prompts, max_tokens, temperature, nodes = connection.recv()

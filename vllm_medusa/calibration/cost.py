@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_medusa.calibration.clock import StepClock
 from vllm_medusa.calibration.errors import CalibrationError
-from vllm_medusa.calibration.live import model_runner, set_tree_size, time_parts
+from vllm_medusa.calibration.live import set_tree_size, step_clock
 from vllm_medusa.load import LoadMeter
 
 SIZES = (0, 1, 2, 3, 4, 5, 6, 7, 9, 11, 15, 23, 31, 47, 63, 95, 127)
@@ -195,8 +194,7 @@ class _StepMeter:
         self.max_num_batched_tokens = config.scheduler_config.max_num_batched_tokens
         self.paths = config.speculative_config.tree
         self.scheduler = self.engine.engine_core.engine_core.scheduler
-        self.clock = StepClock(on_cuda=config.device_config.device_type == "cuda")
-        time_parts(self.clock, model_runner(llm))
+        self.clock = step_clock(llm)
         self._watch_scheduler()
         self.lengths: dict[str, int] = {}
         self.names = map(str, range(10**9))

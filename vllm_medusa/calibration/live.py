@@ -13,6 +13,14 @@ def model_runner(llm: Any) -> Any:
     return core.model_executor.driver_worker.worker.model_runner
 
 
+def step_clock(llm: Any) -> StepClock:
+    """A clock that times the parts of every step of vLLM's ``LLM`` from now on (``time_parts``)."""
+    device = llm.llm_engine.vllm_config.device_config.device_type
+    clock = StepClock(on_cuda=device == "cuda")
+    time_parts(clock, model_runner(llm))
+    return clock
+
+
 def time_parts(clock: StepClock, runner: Any) -> None:
     """Have a clock time the forward pass ("forward"), the target's LM head ("LM head") and what
     drafts ("drafting"), as far as they are there.

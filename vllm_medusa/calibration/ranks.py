@@ -12,10 +12,9 @@ from rich.console import Console
 from vllm_medusa.calibration.ranks_file import RankPaths
 from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.training.answers import AnswerOptions
-from vllm_medusa.training.data import read_conversations
 from vllm_medusa.training.evaluate import rank_paths
 from vllm_medusa.training.model import TargetMatrices, TrainableHeads
-from vllm_medusa.training.run import RunOptions, check_model, make_answers, make_states
+from vllm_medusa.training.run import RunOptions, check_model, make_answers, make_states, read_data
 from vllm_medusa.training.states import STATES_FOLDER, load_states
 
 
@@ -47,9 +46,7 @@ def measure_ranks(
         DataError: the data cannot be used.
         StageError: the target failed.
     """
-    conversations, problems = read_conversations(data)
-    for problem in problems:
-        console.print(f"skipped: {problem}", style="yellow", markup=False, soft_wrap=True)
+    conversations = read_data(console, data, RunOptions.max_bad_lines)
     what = [model, dtype, max_prompts, max_answer_tokens, data.read_text(encoding="utf-8")]
     what += [chat_template] if chat_template else []
     digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]

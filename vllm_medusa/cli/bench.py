@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_medusa.cli.chat_template import read_chat_template
 from vllm_medusa.cli.errors import print_error
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def bench_from(args: argparse.Namespace) -> Bench:
         }
         # vLLM's default holds at least as many; more must be asked for.
         | ({"max_num_seqs": most} if most > 128 else {}),
-        chat_template=args.chat_template.read_text() if args.chat_template else None,
+        chat_template=read_chat_template(args.chat_template),
         repeat=command_line(args),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from vllm_medusa.cli.chat_template import read_chat_template
 from vllm_medusa.cli.errors import print_error
 
 
@@ -75,30 +76,24 @@ def run(args: argparse.Namespace) -> int:
     from vllm_medusa.tree import TreeError
 
     try:
-        template = args.chat_template.read_text(encoding="utf-8") if args.chat_template else None
-    except OSError as error:
-        file = args.chat_template
-        print_error("calibrate", f"--chat-template {file} cannot be read: {error.strerror}")
-        return 1
-    options = CalibrateOptions(
-        model=args.model,
-        heads=args.heads,
-        revision=args.revision,
-        output=args.output,
-        data=args.data,
-        chat_template=template,
-        max_prompts=args.max_prompts,
-        num_nodes=args.nodes,
-        min_gain=args.min_gain,
-        fresh=args.fresh,
-        cost=CostOptions(
-            dtype=args.dtype,
-            eager=args.eager,
-            max_num_seqs=args.max_num_seqs,
-            context=args.context,
-        ),
-    )
-    try:
+        options = CalibrateOptions(
+            model=args.model,
+            heads=args.heads,
+            revision=args.revision,
+            output=args.output,
+            data=args.data,
+            chat_template=read_chat_template(args.chat_template),
+            max_prompts=args.max_prompts,
+            num_nodes=args.nodes,
+            min_gain=args.min_gain,
+            fresh=args.fresh,
+            cost=CostOptions(
+                dtype=args.dtype,
+                eager=args.eager,
+                max_num_seqs=args.max_num_seqs,
+                context=args.context,
+            ),
+        )
         calibrate(Console(), options)
     except (CalibrationError, DataError, HeadsError, OSError, StageError, TreeError) as error:
         print_error("calibrate", error)

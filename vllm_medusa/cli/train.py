@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from vllm_medusa.cli.chat_template import read_chat_template
 from vllm_medusa.cli.errors import print_error
 
 # What --dry-run does: a few short answers, two steps, and everything that a real run writes.
@@ -158,7 +159,7 @@ def options_of(args: argparse.Namespace) -> Any:
         store_dtype=values["store_dtype"],
         max_num_seqs=values["max_num_seqs"],
         max_bad_lines=values["max_bad_lines"],
-        chat_template=_read_template(Path(template)) if template else None,
+        chat_template=read_chat_template(Path(template) if template else None),
         retrain=values["retrain"],
         note=values["note"],
         answers=AnswerOptions(
@@ -222,15 +223,6 @@ def _from_file(args: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any
     if stored.get("chat_template"):
         stored["chat_template"] = config.parent / stored["chat_template"]
     return stored
-
-
-def _read_template(file: Path) -> str:
-    from vllm_medusa.training.data import DataError
-
-    try:
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"--chat-template {file} cannot be read: {error.strerror}") from error
 
 
 def _precision(asked: str) -> str:

@@ -113,9 +113,7 @@ def run_training(console: Console, options: RunOptions) -> Path:
 
 def prepare(console: Console, options: RunOptions) -> None:
     """All that is done before training: checks, answers, states."""
-    conversations, problems = read_conversations(options.data, options.max_bad_lines)
-    for problem in problems:
-        console.print(f"skipped: {problem}", style="yellow", markup=False, soft_wrap=True)
+    conversations = read_data(console, options.data, options.max_bad_lines)
     check_model(options)
     check_init(options)
     prepare_folder(options.output, "--output")
@@ -124,6 +122,18 @@ def prepare(console: Console, options: RunOptions) -> None:
 
     answers = make_answers(console, options, conversations)
     make_states(console, options, len(answers))
+
+
+def read_data(console: Console, path: Path, max_bad_lines: int) -> list[Conversation]:
+    """The conversations of a file; says which of its lines are passed over.
+
+    Raises:
+        DataError: the data cannot be used.
+    """
+    conversations, problems = read_conversations(path, max_bad_lines)
+    for problem in problems:
+        console.print(f"skipped: {problem}", style="yellow", markup=False, soft_wrap=True)
+    return conversations
 
 
 def make_answers(
