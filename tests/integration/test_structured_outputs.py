@@ -27,7 +27,7 @@ DEPTH = max(map(len, SMALL_BUSHY))
 # Prompts are made of these tokens: broken UTF-8 at their end would show in the texts behind them.
 ASCII = 127
 # Of the test of random grammars, in both backends together.
-NUM_SPECS = 24 if INTERPRETED else 200
+NUM_SPECS = 18 if INTERPRETED else 200
 
 
 @pytest.fixture(scope="module")

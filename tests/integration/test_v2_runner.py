@@ -40,7 +40,7 @@ def tree_engine(models, heads, module_engine):
 
 def test_warm_up(tree_engine):
     """vLLM's own warm-up, which GPU workers run before the first request."""
-    llm = tree_engine()
+    llm = tree_engine(max_num_seqs=6)  # it fills every place
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     warmup_kernels(runner_of(llm), worker.execute_model, worker.sample_tokens)
     assert len(generate(llm, [[5, 6, 7]], max_tokens=3)[0].outputs[0].token_ids) == 3
