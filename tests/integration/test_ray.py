@@ -1,10 +1,13 @@
 """Tensor parallelism over a Ray cluster of two nodes: what one process gives, and clear errors."""
 
 import json
+import re
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
+from openai import OpenAI
 from vllm import SamplingParams
 
 from tests.integration.generation import generate, make_prompts, tokens
@@ -21,6 +24,7 @@ from tests.integration.tiny import (
 )
 from vllm_medusa import __version__
 from vllm_medusa.bench.communication import Target, step_collectives
+from vllm_medusa.demo.server import Server
 from vllm_medusa.tree import TokenTree
 
 SCRIPT = str(Path(__file__).with_name("ray_generate.py"))
@@ -47,6 +51,32 @@ def run(cluster, model, heads, prompts=(), tensor_parallel_size=2, **environment
     return cluster.run([SCRIPT, json.dumps(arguments)], **environment)
 
 
+def serve(cluster, model, heads, prompts):
+    """What `vllm serve` with the option that users give answers on the cluster."""
+    options = [
+        "--distributed-executor-backend", "ray", "--tensor-parallel-size", "2",
+        "--speculative-model", f"medusa:{heads}", "--spec-tokens", "7",
+        "--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "8",
+    ]  # fmt: skip
+    server = Server(model, options)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in cluster.environment.items():
+            patch.setenv(name, value)
+        server.start()
+    try:
+        client = OpenAI(base_url=server.base_url, api_key="unused")
+        answer = client.completions.create(
+            model=server.name, prompt=prompts, max_tokens=32, temperature=0,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+        )  # fmt: skip
+        metrics = httpx.get(f"http://127.0.0.1:{server.port}/metrics").text
+    except BaseException:
+        server.kill()
+        raise
+    server.stop()
+    return {"tokens": [choice.token_ids for choice in answer.choices], "metrics": metrics}
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return add_byte_tokenizer(make_repeating_model(tmp_path_factory.mktemp("repeats")))
@@ -71,11 +101,13 @@ def on_ray(model, heads, prompts):
         nodes = cluster.nodes
         arguments = [str(model), str(heads), "--dtype", "float32", "--max-tokens", "16"]
         example = cluster.run([EXAMPLE, *arguments], VLLM_ENABLE_V1_MULTIPROCESSING="1")
+        server = serve(cluster, model, heads, prompts)
     lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, result.stdout[-3000:] + result.stderr[-6000:]
     return json.loads(lines[0].removeprefix("RESULT ")) | {
         "nodes": nodes,
         "example": example,
+        "server": server,
     }
 
 
@@ -104,6 +136,15 @@ def test_the_example(on_ray, model, engine):
     for prompt in ("The sky is blue because", "def reverse(text):"):
         text = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].text
         assert f"# {prompt}\n{text}\n" in output.stdout
+
+
+def test_the_server(on_ray):
+    served = on_ray["server"]
+    assert served["tokens"] == [text[:32] for text in on_ray["greedy"]]
+    accepted = re.search(
+        r"^vllm:spec_decode_num_accepted_tokens_total\S* (\S+)", served["metrics"], re.M
+    )
+    assert float(accepted[1]) > 10
 
 
 def test_one_rank_decides(on_ray):
