@@ -91,7 +91,7 @@ RAY_TESTS := tests/integration/test_ray.py tests/integration/test_ray_serve.py
 # Triton's interpreter changes what vLLM does all over a process (tests/triton_interpreter.py), so
 # these run in processes of their own.
 V2_TESTS := tests/integration/test_greedy_schedules.py tests/integration/test_kv_cache.py \
-	tests/integration/test_sampled.py tests/integration/test_v2_runner.py \
+	tests/integration/test_sampled.py tests/integration/test_v2_runner.py tests/integration/test_matrix.py \
 	tests/integration/test_triton_attention.py tests/integration/test_calibrate_v2.py
 V2_MORE := tests/integration/test_greedy.py tests/integration/test_structured_outputs.py \
 	tests/integration/test_tensor_parallel.py tests/integration/test_thinking_budget.py
@@ -121,6 +121,12 @@ test-ray: setup ## tests on real Ray clusters, on an otherwise idle machine
 fuzz: setup ## random sessions against vLLM without speculation: SESSIONS (500) of them, a few seconds each
 	@FUZZ_SESSIONS=$(or $(SESSIONS),500); export FUZZ_SESSIONS; \
 		$(PYTEST) tests/integration/test_fuzz.py --hypothesis-show-statistics $(ARGS)
+
+# As many steps as a server takes in four hours, at 50 ms a step.
+.PHONY: soak
+soak: setup ## hours of traffic on a tiny model: memory has to stay flat; into docs/soak.md
+	@export SOAK_STEPS=$(or $(STEPS),288000) SOAK_REPORT=docs/soak.md; \
+		$(CPU_ENV) && $(PYTHON_VENV) -m pytest -s tests/integration/test_soak.py $(ARGS)
 
 .PHONY: releases
 releases: setup ## fetch the source of vLLM releases that are not installed, for the tests (350 MB each)

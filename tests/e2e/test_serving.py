@@ -126,6 +126,42 @@ def test_structured_output_is_served_with_trees(server):
     assert 1 + accepted / drafts > 1.3
 
 
+TOOL = {
+    "name": "weather",
+    "description": "The weather in a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}, "days": {"enum": [1, 3, 7]}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+}
+
+
+def test_echo_and_tool_calls(server):
+    client = OpenAI(base_url=server.base_url, api_key="unused")
+    text = "The capital of France is"
+    request = {"model": server.name, "prompt": text, "max_tokens": 12, "temperature": 0.0}
+    plain = client.completions.create(**request).choices[0].text
+    echoed = client.completions.create(**request, echo=True, logprobs=1).choices[0]
+    assert echoed.text == text + plain
+    assert "".join(echoed.logprobs.tokens) == echoed.text
+
+    answer = client.chat.completions.create(
+        model=server.name,
+        messages=[{"role": "user", "content": "What will the weather be in Paris?"}],
+        tools=[{"type": "function", "function": TOOL}],
+        tool_choice={"type": "function", "function": {"name": "weather"}},
+        max_tokens=60,
+        temperature=0.0,
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "weather"
+    arguments = json.loads(call.function.arguments)
+    assert set(arguments) == {"city", "days"}
+    assert arguments["days"] in (1, 3, 7)
+
+
 def test_requests_without_trees_are_counted(server):
     client = OpenAI(base_url=server.base_url, api_key="unused")
     names = ("vllm:medusa_requests_without_trees_total", "vllm:spec_decode_num_drafts_total")

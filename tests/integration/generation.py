@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import pytest
 from vllm import LLM, RequestOutput, SamplingParams
 
 from tests.triton_interpreter import ENABLED as INTERPRETED
@@ -141,6 +142,25 @@ def tokens(outputs: Iterable[RequestOutput]) -> list[list[int]]:
 def endings(outputs: Iterable[RequestOutput]) -> list[tuple[str | None, int | str | None]]:
     """Why each request ended, and the token that stopped it."""
     return [(output.outputs[0].finish_reason, output.outputs[0].stop_reason) for output in outputs]
+
+
+def assert_logprobs_agree(found: Any, expected: Any) -> None:
+    """The logprobs of a text's tokens, or a prompt's, are the same within 1e-3, and the ranks."""
+    if expected is None:
+        assert found is None
+        return
+    assert len(found) == len(expected)
+    for here, there in zip(found, expected, strict=True):
+        if there is None:  # the first token of a prompt
+            assert here is None
+            continue
+        assert set(here) == set(there)
+        for token, value in there.items():
+            assert here[token].logprob == pytest.approx(value.logprob, abs=1e-3)
+            # Tokens this close may change places.
+            close = [other for other in there.values() if abs(other.logprob - value.logprob) < 1e-4]
+            if len(close) == 1:
+                assert here[token].rank == value.rank
 
 
 def continuations(

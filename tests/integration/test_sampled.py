@@ -9,6 +9,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.integration.generation import (
     SMALL_BUSHY,
+    assert_logprobs_agree,
     continuations,
     fewer,
     generate,
@@ -384,21 +385,3 @@ def test_all_logprobs(models, heads, module_engine, plain_engine):
     outputs, _ = assert_same_with_trees(llm, prompts, each, plain, logprobs=-1, max_tokens=20)
     for output, should in zip(outputs, plain, strict=True):
         assert_logprobs_agree(output.outputs[0].logprobs, should.outputs[0].logprobs)
-
-
-def assert_logprobs_agree(found, expected):
-    if expected is None:
-        assert found is None
-        return
-    assert len(found) == len(expected)
-    for here, there in zip(found, expected, strict=True):
-        if there is None:  # the first token of a prompt
-            assert here is None
-            continue
-        assert set(here) == set(there)
-        for token, value in there.items():
-            assert here[token].logprob == pytest.approx(value.logprob, abs=1e-3)
-            # Tokens this close may change places.
-            close = [other for other in there.values() if abs(other.logprob - value.logprob) < 1e-4]
-            if len(close) == 1:
-                assert here[token].rank == value.rank

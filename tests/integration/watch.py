@@ -19,6 +19,7 @@ class Watch:
             without tokens, -1, which vLLM gives to a request that reads one token only).
         num_nodes: how often trees of each size were scheduled.
         lengths: how often a path of each length was accepted, by steps with trees.
+        longest_of: the longest path that was accepted, by the engine's names of requests.
         preemptions: how often a request was preempted.
     """
 
@@ -26,6 +27,7 @@ class Watch:
         self.steps: list[Counter[str]] = []
         self.num_nodes: Counter[int] = Counter()
         self.lengths: Counter[int] = Counter()
+        self.longest_of: Counter[str] = Counter()
         self.preemptions = 0
 
     def met(self, *kinds: str) -> bool:
@@ -52,7 +54,20 @@ class Watch:
     def saw_result(self, scheduled, result) -> None:
         for request, tokens in zip(result.req_ids, result.sampled_token_ids, strict=True):
             if tokens and scheduled.scheduled_spec_decode_tokens.get(request):
-                self.lengths[len(tokens) - 1] += 1
+                length = len(tokens) - 1
+                self.lengths[length] += 1
+                self.longest_of[request] = max(length, self.longest_of[request])
+
+    def longest(self, output) -> int:
+        """The longest path that was accepted for the request of this output."""
+        # vLLM puts a number in front of it where there are several choices, and something random
+        # behind it.
+        lengths = (
+            length
+            for name, length in self.longest_of.items()
+            if name.split("-")[0].split("_")[-1] == output.request_id
+        )
+        return max(lengths, default=0)
 
 
 @contextmanager

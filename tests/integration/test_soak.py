@@ -1,0 +1,152 @@
+"""Long traffic: memory stays flat, and the engine holds nothing in the end.
+
+``make soak`` runs as many steps as four hours of a server with a real model take, and writes
+docs/soak.md.
+"""
+
+import gc
+import json
+import os
+import random
+from pathlib import Path
+
+import psutil
+import pytest
+from vllm import SamplingParams
+
+from tests.integration.generation import make_prompts, medusa
+from tests.integration.test_matrix import ROWS
+from tests.integration.tiny import (
+    VOCAB,
+    add_byte_tokenizer,
+    idle_heads,
+    make_repeating_model,
+    save_heads,
+)
+from vllm_medusa.machine import describe_machine
+
+NUM_STEPS = int(os.environ.get("SOAK_STEPS", "3000"))
+REPORT = os.environ.get("SOAK_REPORT")
+ASCII = 127
+AT_ONCE = 10  # requests
+TREE = [[0], [1], [0, 0], [2], [0, 1], [1, 0], [0, 0, 0], [3]]
+NUM_SAMPLES = 24
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory, module_engine):
+    """Drafts that are often right, prefix caching, and too few blocks for everybody."""
+    model = add_byte_tokenizer(make_repeating_model(tmp_path_factory.mktemp("repeats")))
+    heads = save_heads(
+        tmp_path_factory.mktemp("heads"), idle_heads(3),
+        version="2", medusa_num_heads=3, medusa_num_layers=1,
+    )  # fmt: skip
+    return module_engine(
+        model, **medusa(heads, TREE, lookup=True), skip_tokenizer_init=False,
+        structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
+        enable_prefix_caching=True, block_size=32, num_gpu_blocks_override=24, max_model_len=256,
+        disable_log_stats=False,
+    )  # fmt: skip
+
+
+class Traffic:
+    """Random requests, with every option of test_matrix.py, some aborted; the same every time."""
+
+    def __init__(self, engine) -> None:
+        self.engine = engine
+        self.numbers = random.Random(1)
+        self.running: list[str] = []
+        self.num_requests = self.num_tokens = self.num_aborted = 0
+        self.options = [option for options in ROWS.values() for option in options]
+        self.shared = make_prompts(1, ASCII, prefix=80)[0][:80]
+
+    def step(self) -> None:
+        while len(self.running) < AT_ONCE:
+            self.add()
+        if self.numbers.random() < 0.02:
+            name = self.numbers.choice(self.running)
+            self.engine.abort_request([name])
+            self.running.remove(name)
+            self.num_aborted += 1
+        for output in self.engine.step():
+            if output.finished and output.request_id in self.running:
+                self.running.remove(output.request_id)
+                self.num_tokens += sum(len(one.token_ids) for one in output.outputs)
+
+    def add(self) -> None:
+        numbers, name = self.numbers, str(self.num_requests)
+        text = [numbers.randrange(5, VOCAB) for _ in range(60)]
+        option = numbers.choice(self.options)(text)
+        params = {
+            "temperature": numbers.choice([0.0, 0.7]),
+            "seed": self.num_requests,
+            "max_tokens": numbers.randint(1, 60),
+            "ignore_eos": True,
+            **option,
+        }
+        params["max_tokens"] = max(params["max_tokens"], params.get("min_tokens", 0))
+        prompt = text[: numbers.randint(1, 60)]
+        if numbers.random() < 0.3:
+            prompt = self.shared[: numbers.randint(20, 80)] + prompt
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(**params))
+        self.running.append(name)
+        self.num_requests += 1
+
+
+def test_memory_stays_flat(llm):
+    traffic, process = Traffic(llm.llm_engine), psutil.Process()
+    samples = []
+    for step in range(NUM_STEPS):
+        traffic.step()
+        if step % (NUM_STEPS // NUM_SAMPLES) == 0:
+            gc.collect()
+            samples.append(
+                {
+                    "steps": step,
+                    "requests": traffic.num_requests,
+                    "aborted": traffic.num_aborted,
+                    "tokens": traffic.num_tokens,
+                    "MB": round(process.memory_info().rss / 2**20, 1),
+                    "Python objects": len(gc.get_objects()),
+                }
+            )
+            print(json.dumps(samples[-1]), flush=True)
+    llm.llm_engine.abort_request(traffic.running)
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    if REPORT:
+        Path(REPORT).write_text(page(samples))
+
+    # The first half fills caches and pools of memory.
+    early, late = samples[NUM_SAMPLES // 2], samples[-1]
+    requests = late["requests"] - early["requests"]
+    assert requests > 100
+    assert late["MB"] - early["MB"] < 16
+    # One object of ours kept for every request would be as many as there were requests.
+    assert late["Python objects"] - early["Python objects"] < requests
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    assert not scheduler.requests and not scheduler.running and not scheduler.waiting
+    pool = scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is never given out
+
+
+def page(samples) -> str:
+    """docs/soak.md."""
+    keys = list(samples[0])
+    rows = [[f"{sample[key]:,}" for key in keys] for sample in samples]
+    table = [keys, ["---"] * len(keys), *rows]
+    return "\n".join(
+        [
+            "# Memory over long traffic",
+            "",
+            "Made by `make soak` (tests/integration/test_soak.py): an engine with a tiny target",
+            f"and trees of {len(TREE)} nodes serves {AT_ONCE} requests at a time, of random lengths",
+            "and with random options, in too small a cache; one step in fifty aborts a request. What",
+            "the process holds:",
+            "",
+            *[f"| {' | '.join(row)} |" for row in table],
+            "",
+            *[f"- {label}: {text}" for label, text in describe_machine().items()],
+            "",
+        ]
+    )
