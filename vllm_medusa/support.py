@@ -171,6 +171,12 @@ def _engine_problems(config: VllmConfig) -> Iterator[str]:
         )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "context parallelism"
+    method = config.speculative_config.rejection_sample_method
+    if config.use_v2_model_runner and method != "standard":
+        yield (
+            f"rejection_sample_method {method!r} on the V2 model runner: leave it out, requests "
+            "are then served exactly"
+        )
     yield from _executor_problems(parallel)
     if parallel.worker_cls not in (*WORKERS, *WORKERS.values()):
         yield f"worker class {parallel.worker_cls}: medusa needs its own, leave --worker-cls out"

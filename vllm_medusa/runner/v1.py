@@ -35,6 +35,7 @@ from vllm_medusa.bank import TreeBank
 from vllm_medusa.drafter import MedusaDrafter
 from vllm_medusa.drafts import TreeDraftTokenIds
 from vllm_medusa.lookup import lookup
+from vllm_medusa.runner.draft_sampler import TypicalSampler
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.without_trees import reason_without_trees
 
@@ -54,7 +55,14 @@ class MedusaCPUModelRunner(CPUModelRunner):
             gpu_model_runner.build_logitsprocs = stock
         # vLLM's runner has built its own Medusa proposer, which holds no weights yet.
         self.drafter = MedusaDrafter(vllm_config, device)
-        tree = self.drafter.tree
+        config, tree = self.drafter.config, self.drafter.tree
+        # Where the rule of acceptance looks at the drafts, the last step of vLLM's sampler is ours.
+        self.draft_sampler: TypicalSampler | None = None
+        if config.rejection_sample_method == "typical":
+            self.draft_sampler = TypicalSampler(
+                self.sampler.topk_topp_sampler, config.posterior_threshold, config.posterior_alpha
+            )
+            self.sampler.topk_topp_sampler = self.draft_sampler
         self.bank = TreeBank([tree, TokenTree.chain(len(tree))], device)
         # Which tree of the bank a request's newest drafts form; HEADS_TREE where it is not here.
         self.tree_of: dict[str, int] = {}
@@ -128,8 +136,8 @@ class MedusaCPUModelRunner(CPUModelRunner):
         if (holder := self.input_batch.thinking_budget_state_holder) is not None:
             # With speculation it expects a row per draft; the walk hands it one row per request.
             holder.in_spec_mode = False
-        target = _Target(self, logits, first_rows)
         parents = self.bank.parents[self._trees(num_reqs), :width]
+        target = _Target(self, logits, first_rows, draft_tokens, parents)
         paths = decide_once(
             lambda: walk(target.draw, draft_tokens, parents, active, target.max_steps()),
             num_reqs,
@@ -236,11 +244,19 @@ class _Target:
     """
 
     def __init__(
-        self, runner: MedusaCPUModelRunner, logits: torch.Tensor, first_rows: torch.Tensor
+        self,
+        runner: MedusaCPUModelRunner,
+        logits: torch.Tensor,
+        first_rows: torch.Tensor,
+        draft_tokens: torch.Tensor,
+        parents: torch.Tensor,
     ) -> None:
+        """``draft_tokens`` and ``parents``: as the walk takes them."""
         self.runner = runner
         self.logits = logits
         self.first_rows = first_rows
+        self.draft_tokens = draft_tokens
+        self.parents = parents
         self.metadata = runner.input_batch.sampling_metadata
         self.needs_sampler = None
         if not _is_plain(self.metadata):
@@ -274,6 +290,9 @@ class _Target:
 
     def draw(self, rows: torch.Tensor, active: torch.Tensor, step: int) -> torch.Tensor:
         """Draw one token per request at ``rows``; see ``acceptance.walk``."""
+        if (sampler := self.runner.draft_sampler) is not None:
+            no_child = self.parents != rows[:, None]
+            sampler.children = self.draft_tokens.masked_fill(no_child, NO_TOKEN)
         rows = self.first_rows + rows
         # The first token of all requests comes from the sampler, as vLLM does it; later ones only
         # while a request is on its way that is more than plain greedy.
@@ -304,6 +323,8 @@ class _Target:
         for output in self.appended:
             output.pop()
         self.appended.clear()
+        if self.runner.draft_sampler is not None:
+            self.runner.draft_sampler.children = None
 
     def logprobs(self, num_steps: int) -> LogprobsTensors | None:
         """Logprobs of the drawn tokens, [requests * steps, logprobs + 1], in vLLM's flat order."""
