@@ -42,6 +42,8 @@ OPTIONS = {
     "num_speculative_tokens_per_batch_size": "vLLM's schedule of nodes by batch size",
     "tree": 'rank paths such as [[0], [1], [0, 0]], a JSON file of them, or "chain"',
     "lookup": "whether to draft from the request's own text where it repeats itself, default true",
+    "draft_sample_method": '"greedy" (drafts are the heads\' best tokens, the default) or '
+    '"probabilistic" (drawn from the heads where a request samples)',
     "rejection_sample_method": '"standard" (exact, the default) or "typical" (lossy)',
     "posterior_threshold": "with typical: the highest bar of a draft's probability, default 0.09",
     "posterior_alpha": "with typical: share of exp(-entropy) that is the bar, default 0.3",
@@ -186,6 +188,17 @@ def _check_acceptance(options: dict[str, Any]) -> None:
         value = options[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
             raise ValueError(f"{name} is {value!r}: expected a number above 0, at most 1")
+    drafts = options.get("draft_sample_method", "greedy")
+    if drafts not in ("greedy", "probabilistic"):
+        raise ValueError(
+            f"draft_sample_method is {drafts!r}: expected 'greedy' (the heads' best tokens) or "
+            "'probabilistic' (drawn from the heads)"
+        )
+    if drafts == "probabilistic" and method == "typical":
+        raise ValueError(
+            "draft_sample_method 'probabilistic' has an exact rule of its own: leave "
+            "rejection_sample_method 'typical' out, or draft with 'greedy'"
+        )
     if method == "typical":
         logger.warning_once(
             "Medusa: typical acceptance is lossy. Sampled texts no longer follow the target's "

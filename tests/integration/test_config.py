@@ -136,6 +136,11 @@ def test_a_batch_size_schedule_is_passed_on(target, heads):
         ({"num_speculative_tokens_per_batch_size": [[2, 8, 3]]}, ["1"]),
         ({"num_speculative_tokens_per_batch_size": []}, ["empty"]),
         ({"rejection_sample_method": "block"}, ["'block'", "'standard' (exact)", "'typical'"]),
+        ({"draft_sample_method": "gumbel"}, ["'gumbel'", "'greedy'", "'probabilistic'"]),
+        (
+            {"draft_sample_method": "probabilistic", "rejection_sample_method": "typical"},
+            ["'probabilistic' has an exact rule of its own", "leave"],
+        ),
         ({"posterior_alpha": 0.3}, ["posterior_alpha", "rejection_sample_method 'typical' only"]),
         (
             {"rejection_sample_method": "typical", "posterior_threshold": 0},
@@ -319,12 +324,22 @@ def test_v2_on_a_cpu_is_refused(target, heads, monkeypatch):
         build_medusa(target, heads)
 
 
-def test_typical_acceptance_is_refused_on_v2(target, heads, monkeypatch):
+@pytest.mark.parametrize(
+    "options", [{"rejection_sample_method": "typical"}, {"draft_sample_method": "probabilistic"}]
+)
+def test_rules_that_look_at_drafts_are_refused_on_v2(options, target, heads, monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
-    words = "rejection_sample_method 'typical' on the V2 model runner: leave it out"
-    with pytest.raises(ValueError, match=words):
-        build_medusa(target, heads, rejection_sample_method="typical")
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name} '{value}' on the V2 model runner: leave it out"):
+        build_medusa(target, heads, **options)
+
+
+def test_drawn_drafts_are_refused_with_tensor_parallelism(target, heads):
+    engine = {"tensor_parallel_size": 2}
+    assert build_medusa(target, heads, engine).parallel_config.tensor_parallel_size == 2
+    with pytest.raises(ValueError, match="'probabilistic' with tensor parallelism"):
+        build_medusa(target, heads, engine, draft_sample_method="probabilistic")
 
 
 def test_medusa_does_not_push_vllm_back_to_v1(target, heads, monkeypatch):
