@@ -51,6 +51,11 @@ pictures: setup ## draw the pictures of docs/ from the shipped tree
 bounds: setup ## write what bounds the gain of the shipped heads, into docs/bounds.md
 	@$(PYTHON_VENV) benchmarks/bounds.py $(HEADS) --output docs
 
+.PHONY: sampling
+sampling: setup ## count tokens per step of sampled requests by rule, into docs/draft-sampling.md
+	@$(CPU_ENV) && VLLM_LOGGING_LEVEL=WARNING $(PYTHON_VENV) benchmarks/draft_sampling.py \
+		"$$($(PYTHON_VENV) -m vllm_medusa.demo.model)" "$(HEADS)" --output docs $(ARGS)
+
 .PHONY: communication
 communication: setup ## count what ranks send each other in a step, into docs/ray.md
 	@$(PYTHON_VENV) -m vllm_medusa.bench.communication docs/ray.md

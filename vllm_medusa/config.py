@@ -25,6 +25,7 @@ from vllm_medusa.machine import differences
 from vllm_medusa.options import PREFIX
 from vllm_medusa.stored_tree import SCHEDULE, StoredTree, read_stored_tree
 from vllm_medusa.tree import MAX_NODES, TREE_FILE, TokenTree, default_tree, read_tree
+from vllm_medusa.typical import POSTERIOR_ALPHA, POSTERIOR_THRESHOLD
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -41,6 +42,11 @@ OPTIONS = {
     "num_speculative_tokens_per_batch_size": "vLLM's schedule of nodes by batch size",
     "tree": 'rank paths such as [[0], [1], [0, 0]], a JSON file of them, or "chain"',
     "lookup": "whether to draft from the request's own text where it repeats itself, default true",
+    "draft_sample_method": '"greedy" (drafts are the heads\' best tokens, the default) or '
+    '"probabilistic" (drawn from the heads where a request samples)',
+    "rejection_sample_method": '"standard" (exact, the default) or "typical" (lossy)',
+    "posterior_threshold": "with typical: the highest bar of a draft's probability, default 0.09",
+    "posterior_alpha": "with typical: share of exp(-entropy) that is the bar, default 0.3",
 }
 
 
@@ -61,6 +67,13 @@ class MedusaSpeculativeConfig(SpeculativeConfig):
     lookup: bool = True
     """Where a request's text repeats itself, verify a chain of what came behind it before, in the
     tree's place (``lookup.py``)."""
+
+    rejection_sample_method: Literal["standard", "typical"] = "standard"
+    """What is accepted: "standard", tokens drawn from the target only (``acceptance.py``), or
+    "typical", likely drafts too, which is lossy (``typical.py``)."""
+
+    posterior_threshold: float = POSTERIOR_THRESHOLD
+    posterior_alpha: float = POSTERIOR_ALPHA
 
     def __post_init__(self) -> None:
         # The parent's __post_init__ builds a ModelConfig for a draft model; heads are none. Like
@@ -121,6 +134,7 @@ def speculative_config_from_options(
         heads = str(folder.absolute())
     if not isinstance(options.get("lookup", True), bool):
         raise ValueError(f"lookup is {options['lookup']!r}: expected true or false")
+    _check_acceptance(options)
     # All checks come before the config is built: its own errors would be wrapped by pydantic's.
     info = inspect_heads(heads, options.get("revision"))
     for warning in info.warnings:
@@ -153,6 +167,43 @@ def speculative_config_from_options(
         target_model_config=target_model_config,
         target_parallel_config=target_parallel_config,
     )
+
+
+def _check_acceptance(options: dict[str, Any]) -> None:
+    """Refuse options of acceptance that have no meaning; warn of a lossy one."""
+    method = options.get("rejection_sample_method", "standard")
+    if method not in ("standard", "typical"):
+        raise ValueError(
+            f"rejection_sample_method is {method!r}: medusa takes 'standard' (exact) and 'typical' "
+            "(lossy)"
+        )
+    for name in ("posterior_threshold", "posterior_alpha"):
+        if name not in options:
+            continue
+        if method != "typical":
+            raise ValueError(
+                f"{name} counts with rejection_sample_method 'typical' only: leave it out, or add "
+                "that"
+            )
+        value = options[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+            raise ValueError(f"{name} is {value!r}: expected a number above 0, at most 1")
+    drafts = options.get("draft_sample_method", "greedy")
+    if drafts not in ("greedy", "probabilistic"):
+        raise ValueError(
+            f"draft_sample_method is {drafts!r}: expected 'greedy' (the heads' best tokens) or "
+            "'probabilistic' (drawn from the heads)"
+        )
+    if drafts == "probabilistic" and method == "typical":
+        raise ValueError(
+            "draft_sample_method 'probabilistic' has an exact rule of its own: leave "
+            "rejection_sample_method 'typical' out, or draft with 'greedy'"
+        )
+    if method == "typical":
+        logger.warning_once(
+            "Medusa: typical acceptance is lossy. Sampled texts no longer follow the target's "
+            "distribution; greedy ones stay exact. Leave rejection_sample_method out to be exact."
+        )
 
 
 def _choose_tree(options: dict[str, Any], info: HeadsInfo, target: str) -> tuple[TokenTree, Any]:

@@ -3,8 +3,11 @@
 Plain heads guess without knowing each other's guesses: one top-k for all of them.
 Sequential heads read the path to their guess: the tree is filled depth by depth, one product per
 depth over the nodes that have children, for the whole batch.
+
+Tokens are the best ones of the heads, or drawn from them (``sampled_drafts.py``).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +15,7 @@ from torch import nn
 from vllm.config import VllmConfig
 
 from vllm_medusa.heads.module import MedusaHeads
+from vllm_medusa.sampled_drafts import DrawnTree, draw_distinct
 from vllm_medusa.tree import TokenTree
 
 
@@ -63,8 +67,10 @@ class MedusaDrafter:
         self.model_config = vllm_config.model_config
         self.device = device
         self.tree: TokenTree = self.config.token_tree
-        # Levels of the tree's first n nodes, by n: a batch-size schedule asks for several sizes.
-        self.levels: dict[int, list[Level]] = {}
+        self.drawn_tree = self.tree.with_siblings_numbered()
+        # Levels of the first n nodes, by n (a batch-size schedule asks for several sizes) and by
+        # whether they are of the tree of drawn drafts.
+        self.levels: dict[tuple[int, bool], list[Level]] = {}
         schedule = self.config.num_speculative_tokens_per_batch_size or []
         for num_nodes in {len(self.tree), *(nodes for _, _, nodes in schedule)} - {0}:
             self._levels(num_nodes)
@@ -80,10 +86,12 @@ class MedusaDrafter:
             num_heads=self.tree.depth,
         ).to(self.device)
 
-    def _levels(self, num_nodes: int) -> list[Level]:
-        if num_nodes not in self.levels:
-            self.levels[num_nodes] = levels_of(self.tree.prefix(num_nodes), self.device)
-        return self.levels[num_nodes]
+    def _levels(self, num_nodes: int, is_drawn: bool = False) -> list[Level]:
+        key = num_nodes, is_drawn
+        if key not in self.levels:
+            tree = self.drawn_tree if is_drawn else self.tree
+            self.levels[key] = levels_of(tree.prefix(num_nodes), self.device)
+        return self.levels[key]
 
     def propose(
         self, hidden_states: torch.Tensor, roots: torch.Tensor, num_nodes: int
@@ -114,3 +122,50 @@ class MedusaDrafter:
             for level, best in zip(levels, tokens, strict=True):
                 rows[:, level.nodes] = best[:, level.ranks]
         return rows[:, 1:]
+
+    def propose_drawn(
+        self,
+        hidden_states: torch.Tensor,
+        roots: torch.Tensor,
+        num_nodes: int,
+        temperatures: torch.Tensor,
+        generators: Mapping[int, torch.Generator],
+    ) -> tuple[torch.Tensor, list[DrawnTree]]:
+        """Draw the first ``num_nodes`` nodes of the tree from the heads, at a temperature.
+
+        A row's children are drawn without replacement, in the order of their nodes. Plain heads
+        guess the same behind all rows of a depth: they draw once for all of them, which is as good,
+        as a step follows one path only.
+
+        Args:
+            hidden_states: [B, hidden], as ``propose`` takes it.
+            roots: int64 [B], likewise.
+            num_nodes: how many nodes.
+            temperatures: float32 [B], above 0.
+            generators: those of requests (0 to B - 1) that have one of their own.
+
+        Returns:
+            Token ids, int64 [B, num_nodes], and what they were drawn from, one for each request.
+        """
+        levels = self._levels(num_nodes, is_drawn=True)
+        rows = roots.new_empty(roots.shape[0], 1 + num_nodes)
+        rows[:, 0] = roots
+        places = torch.zeros_like(rows[0])
+        is_sequential, token_ids = self.heads.info.is_sequential, self.heads.lm_head.token_ids
+        scale = self.heads.info.logit_scale / temperatures[:, None, None]
+        plain = [] if is_sequential else self.heads.logits(hidden_states, len(levels))
+        probs: list[torch.Tensor] = []
+        for depth, level in enumerate(levels):
+            parents = level.paths[:, -1]
+            places[parents] = sum(known.shape[1] for known in probs)
+            if is_sequential:
+                logits = self.heads.logits_behind(hidden_states, rows[:, level.paths])
+                columns = level.places
+                places[parents] += torch.arange(len(parents), device=places.device)
+            else:
+                logits, columns = plain[depth][:, None], level.ranks
+            probs.append((logits.float() * scale).softmax(dim=-1))
+            drawn = token_ids[draw_distinct(probs[-1], level.num_ranks, generators)]
+            rows[:, level.nodes] = drawn.flatten(1)[:, columns]
+        trees = [DrawnTree(own, places, token_ids) for own in torch.cat(probs, dim=1)]
+        return rows[:, 1:], trees

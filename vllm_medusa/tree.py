@@ -144,6 +144,20 @@ class TokenTree:
         """The tree of the first ``num_nodes`` nodes."""
         return TokenTree(self.paths[:num_nodes])
 
+    def with_siblings_numbered(self) -> "TokenTree":
+        """The same nodes in the same order, with ranks that count each node's siblings from 0."""
+        number_of: dict[tuple[int, ...], int] = {}
+        children: dict[tuple[int, ...], int] = {}
+        for path in self.paths:
+            number_of[path] = children.get(path[:-1], 0)
+            children[path[:-1]] = number_of[path] + 1
+        return TokenTree(
+            tuple(
+                tuple(number_of[path[:depth]] for depth in range(1, len(path) + 1))
+                for path in self.paths
+            )
+        )
+
     @property
     def depth(self) -> int:
         """Depth of the deepest node."""

@@ -14,6 +14,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.integration.tiny import HIDDEN, VOCAB, make_heads, make_model
+from vllm_medusa import config as medusa_config
 from vllm_medusa import manifest
 from vllm_medusa.config import DEFAULT_NODES_CPU, MedusaSpeculativeConfig
 from vllm_medusa.tree import TREE_FILE, default_tree
@@ -134,6 +135,21 @@ def test_a_batch_size_schedule_is_passed_on(target, heads):
         ),
         ({"num_speculative_tokens_per_batch_size": [[2, 8, 3]]}, ["1"]),
         ({"num_speculative_tokens_per_batch_size": []}, ["empty"]),
+        ({"rejection_sample_method": "block"}, ["'block'", "'standard' (exact)", "'typical'"]),
+        ({"draft_sample_method": "gumbel"}, ["'gumbel'", "'greedy'", "'probabilistic'"]),
+        (
+            {"draft_sample_method": "probabilistic", "rejection_sample_method": "typical"},
+            ["'probabilistic' has an exact rule of its own", "leave"],
+        ),
+        ({"posterior_alpha": 0.3}, ["posterior_alpha", "rejection_sample_method 'typical' only"]),
+        (
+            {"rejection_sample_method": "typical", "posterior_threshold": 0},
+            ["posterior_threshold is 0", "above 0, at most 1"],
+        ),
+        (
+            {"rejection_sample_method": "typical", "posterior_alpha": "0.3"},
+            ["posterior_alpha is '0.3'", "above 0, at most 1"],
+        ),
     ],
 )  # fmt: skip
 def test_unusable_options_are_refused(target, heads, options, words):
@@ -141,6 +157,22 @@ def test_unusable_options_are_refused(target, heads, options, words):
         build_medusa(target, **{"heads": heads} | {"heads": options.pop("model", heads)}, **options)
     for word in words:
         assert word in str(error.value)
+
+
+def test_typical_acceptance_is_called_lossy(target, heads, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(
+        medusa_config.logger, "warning_once", lambda text, *rest: warnings.append(text)
+    )
+    spec = build_medusa(target, heads).speculative_config
+    assert spec.rejection_sample_method == "standard"
+    assert not warnings
+    spec = build_medusa(
+        target, heads, rejection_sample_method="typical", posterior_threshold=0.2
+    ).speculative_config
+    assert spec.rejection_sample_method == "typical"
+    assert (spec.posterior_threshold, spec.posterior_alpha) == (0.2, 0.3)
+    assert "typical acceptance is lossy" in warnings[0]
 
 
 def test_medusa_heads_with_another_method(target, heads):
@@ -290,6 +322,24 @@ def test_v2_on_a_cpu_is_refused(target, heads, monkeypatch):
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)  # else vLLM itself refuses first
     with pytest.raises(ValueError, match="unset VLLM_USE_V2_MODEL_RUNNER"):
         build_medusa(target, heads)
+
+
+@pytest.mark.parametrize(
+    "options", [{"rejection_sample_method": "typical"}, {"draft_sample_method": "probabilistic"}]
+)
+def test_rules_that_look_at_drafts_are_refused_on_v2(options, target, heads, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name} '{value}' on the V2 model runner: leave it out"):
+        build_medusa(target, heads, **options)
+
+
+def test_drawn_drafts_are_refused_with_tensor_parallelism(target, heads):
+    engine = {"tensor_parallel_size": 2}
+    assert build_medusa(target, heads, engine).parallel_config.tensor_parallel_size == 2
+    with pytest.raises(ValueError, match="'probabilistic' with tensor parallelism"):
+        build_medusa(target, heads, engine, draft_sample_method="probabilistic")
 
 
 def test_medusa_does_not_push_vllm_back_to_v1(target, heads, monkeypatch):

@@ -7,6 +7,14 @@ import pytest
 import torch
 from vllm.sampling_params import StructuredOutputsParams
 
+from tests.integration.distribution import (
+    LIVELY,
+    PROMPT,
+    SMALL_VOCAB,
+    chi_square,
+    exact_distribution,
+    exact_logits,
+)
 from tests.integration.generation import (
     SMALL_BUSHY,
     assert_logprobs_agree,
@@ -26,9 +34,7 @@ from vllm_medusa.drafter import MedusaDrafter
 
 # -- the distribution ------------------------------------------------------------------------------
 
-SMALL_VOCAB = 16
 NUM_SAMPLES = 200 if INTERPRETED else 20_000
-PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 # Several children at the root and below; the third generated token is drawn at a node, if the
 # second is one.
 TREE = [[0], [1], [0, 0], [2], [0, 1], [3], [1, 0], [4], [0, 2], [1, 1], [2, 0], [0, 0, 0]]
@@ -46,60 +52,12 @@ if INTERPRETED:  # where a row takes milliseconds
 
 @pytest.fixture(scope="module")
 def small_model(models):
-    """16 tokens, and weights small enough for a lively distribution."""
-    return models("llama", vocab_size=SMALL_VOCAB, initializer_range=0.15, eos_token_id=None)
+    return models("llama", **LIVELY)
 
 
 @pytest.fixture(scope="module")
 def logits(small_model):
-    """Exact logits after the prompt and 0, 1 or 2 further tokens, float64 [..., vocabulary]."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(small_model).double()
-    pairs = list(itertools.product(range(SMALL_VOCAB), repeat=2))
-    with torch.no_grad():
-        found = model(torch.tensor([PROMPT + list(pair) for pair in pairs])).logits
-    found = found[:, len(PROMPT) - 1 :].unflatten(0, (SMALL_VOCAB, SMALL_VOCAB))
-    return found[0, 0, 0], found[:, 0, 1], found[:, :, 2]
-
-
-def probabilities(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """What vLLM makes of the logits, in its order: temperature, min-p, top-k, top-p."""
-    logits = logits / temperature
-    chances = logits.softmax(dim=-1)
-    logits = logits.masked_fill(chances < min_p * chances.amax(-1, keepdim=True), -torch.inf)
-    if top_k:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -torch.inf)
-    chances, order = logits.softmax(dim=-1).sort(dim=-1)
-    dropped = chances.cumsum(dim=-1) <= 1 - top_p
-    dropped[..., -1] = False
-    dropped = torch.zeros_like(dropped).scatter(-1, order, dropped)
-    return logits.masked_fill(dropped, -torch.inf).softmax(dim=-1)
-
-
-def exact_distribution(logits, setting):
-    """Probability of every triple of first tokens, [vocabulary ** 3]."""
-    first, second, third = (probabilities(part, **setting) for part in logits)
-    return (first[:, None, None] * second[:, :, None] * third).flatten()
-
-
-def chi_square(texts, expected):
-    """The chance to see counts this far or farther from what is expected."""
-    triples = torch.tensor([text[:3] for text in texts])
-    codes = (triples * SMALL_VOCAB ** torch.tensor([2, 1, 0])).sum(dim=1)
-    counts = torch.bincount(codes, minlength=SMALL_VOCAB**3).double()
-    if counts[expected == 0].sum():
-        return 0.0
-    expected = expected * len(texts)
-    # Outcomes that are too rare by themselves are counted together.
-    rare = expected < 5
-    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
-    keep = expected > 0
-    expected, counts = expected[keep], counts[keep]
-    distance = ((counts - expected) ** 2 / expected).sum()
-    freedom = torch.tensor((len(expected) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom, distance / 2))
+    return exact_logits(small_model)
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,19 @@ from vllm_medusa.tree import TokenTree
 TREE = [[0], [1], [0, 0], [2], [0, 1], [1, 0], [0, 0, 0], [0, 1, 1], [2, 0], [0, 0, 0, 0]]
 
 
-def make_sequential_heads(folder, num_layers=1, own_lm_heads=False, token_map=None, bias=True):
+def make_sequential_heads(
+    folder,
+    num_layers=1,
+    own_lm_heads=False,
+    token_map=None,
+    bias=True,
+    vocab_size=VOCAB,
+    scale=0.25,
+):
     generator = torch.Generator().manual_seed(num_layers)
 
     def random(*shape):
-        return torch.randn(*shape, generator=generator) / 4
+        return torch.randn(*shape, generator=generator) * scale
 
     save_heads(
         folder,
@@ -26,9 +34,9 @@ def make_sequential_heads(folder, num_layers=1, own_lm_heads=False, token_map=No
         block_weight=random(4, num_layers, HIDDEN, HIDDEN),
         block_bias=random(4, num_layers, HIDDEN) if bias else None,
         path_weight=[random(HIDDEN, number * HIDDEN) for number in range(1, 5)],
-        lm_head=random(4, VOCAB, HIDDEN) if own_lm_heads else None,
+        lm_head=random(4, vocab_size, HIDDEN) if own_lm_heads else None,
         token_map=token_map,
-        config={"vocab_size": VOCAB},
+        config={"vocab_size": vocab_size},
     )
     return folder
 

@@ -55,6 +55,18 @@ def test_mask_and_parents_agree_with_paths(paths):
     assert tree.row_depths().tolist() == [len(row) for row in rows]
 
 
+@given(path_sets())
+def test_siblings_are_numbered(paths):
+    tree = TokenTree.from_paths(paths)
+    numbered = tree.with_siblings_numbered()
+    assert (numbered.parent_rows() == tree.parent_rows()).all()
+    for row in range(len(tree) + 1):
+        children = [n for n, parent in enumerate(tree.parent_rows()) if parent == row]
+        assert [numbered.paths[node][-1] for node in children] == list(range(len(children)))
+    for size in range(1, len(tree) + 1):
+        assert tree.prefix(size).with_siblings_numbered() == numbered.prefix(size)
+
+
 @given(st.lists(path_sets(), min_size=1, max_size=3))
 def test_bank_holds_the_same_as_its_trees(path_lists):
     trees = [TokenTree.from_paths(paths) for paths in path_lists]

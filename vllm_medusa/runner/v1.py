@@ -35,6 +35,8 @@ from vllm_medusa.bank import TreeBank
 from vllm_medusa.drafter import MedusaDrafter
 from vllm_medusa.drafts import TreeDraftTokenIds
 from vllm_medusa.lookup import lookup
+from vllm_medusa.runner.draft_sampler import DraftSampler, build_draft_sampler
+from vllm_medusa.sampled_drafts import DrawnTree
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.without_trees import reason_without_trees
 
@@ -54,7 +56,13 @@ class MedusaCPUModelRunner(CPUModelRunner):
             gpu_model_runner.build_logitsprocs = stock
         # vLLM's runner has built its own Medusa proposer, which holds no weights yet.
         self.drafter = MedusaDrafter(vllm_config, device)
-        tree = self.drafter.tree
+        config, tree = self.drafter.config, self.drafter.tree
+        # Where the rule of acceptance looks at the drafts, the last step of vLLM's sampler is ours.
+        self.draft_sampler = build_draft_sampler(config, self.sampler.topk_topp_sampler)
+        if self.draft_sampler is not None:
+            self.sampler.topk_topp_sampler = self.draft_sampler
+        # What a request's newest drafts were drawn from, where they were drawn.
+        self.drawn_trees: dict[str, DrawnTree] = {}
         self.bank = TreeBank([tree, TokenTree.chain(len(tree))], device)
         # Which tree of the bank a request's newest drafts form; HEADS_TREE where it is not here.
         self.tree_of: dict[str, int] = {}
@@ -128,8 +136,8 @@ class MedusaCPUModelRunner(CPUModelRunner):
         if (holder := self.input_batch.thinking_budget_state_holder) is not None:
             # With speculation it expects a row per draft; the walk hands it one row per request.
             holder.in_spec_mode = False
-        target = _Target(self, logits, first_rows)
         parents = self.bank.parents[self._trees(num_reqs), :width]
+        target = _Target(self, logits, first_rows, draft_tokens, parents)
         paths = decide_once(
             lambda: walk(target.draw, draft_tokens, parents, active, target.max_steps()),
             num_reqs,
@@ -185,14 +193,47 @@ class MedusaCPUModelRunner(CPUModelRunner):
         for index, tokens in repeating.items():
             drafts[index] = tokens
         requests = [index for index in requests if index not in repeating]
-        if requests:
-            assert self.last_rows is not None
-            states = sample_hidden_states[self.last_rows[requests]]
-            roots = torch.tensor([sampled_token_ids[index][-1] for index in requests])
-            proposed = self.drafter.propose(states, roots, num_nodes).tolist()
-            for index, tokens in zip(requests, proposed, strict=True):
-                drafts[index] = tokens
+        drawing = [index for index in requests if self._draws_drafts(index)]
+        best = [index for index in requests if index not in drawing]
+        for chosen, propose in ((best, self._best_drafts), (drawing, self._drawn_drafts)):
+            if chosen:
+                assert self.last_rows is not None
+                states = sample_hidden_states[self.last_rows[chosen]]
+                roots = torch.tensor([sampled_token_ids[index][-1] for index in chosen])
+                proposed = propose(chosen, states, roots, num_nodes).tolist()
+                for index, tokens in zip(chosen, proposed, strict=True):
+                    drafts[index] = tokens
         return drafts
+
+    def _draws_drafts(self, index: int) -> bool:
+        """Whether a request's drafts are drawn from the heads, and not their best tokens.
+
+        Never with a grammar: it leaves drafts out because of their tokens (``sampled_drafts.py``).
+        """
+        params = self.requests[self.input_batch.req_ids[index]].sampling_params
+        return (
+            self.drafter.config.draft_sample_method == "probabilistic"
+            and params.sampling_type != SamplingType.GREEDY
+            and params.structured_outputs is None
+        )
+
+    def _best_drafts(
+        self, requests: list[int], states: torch.Tensor, roots: torch.Tensor, num_nodes: int
+    ) -> torch.Tensor:
+        return self.drafter.propose(states, roots, num_nodes)
+
+    def _drawn_drafts(
+        self, requests: list[int], states: torch.Tensor, roots: torch.Tensor, num_nodes: int
+    ) -> torch.Tensor:
+        names = [self.input_batch.req_ids[index] for index in requests]
+        temperatures = [self.requests[name].sampling_params.temperature for name in names]
+        generators = self.input_batch.generators
+        own = {row: generators[index] for row, index in enumerate(requests) if index in generators}
+        tokens, trees = self.drafter.propose_drawn(
+            states, roots, num_nodes, torch.tensor(temperatures), own
+        )
+        self.drawn_trees |= zip(names, trees, strict=True)
+        return tokens
 
     def _lookup(self, requests: list[int], num_nodes: int) -> dict[int, list[int]]:
         """The requests whose text repeats itself, and what came next before."""
@@ -211,6 +252,11 @@ class MedusaCPUModelRunner(CPUModelRunner):
         new = {names[i]: LOOKUP_CHAIN if i in repeating else HEADS_TREE for i in requests}
         kept = {name: tree for name, tree in self.tree_of.items() if name in self.requests}
         self.tree_of = kept | new
+        self.drawn_trees = {
+            name: tree
+            for name, tree in self.drawn_trees.items()
+            if name in self.requests and name not in new
+        }
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         drafts = super().take_draft_token_ids()
@@ -236,11 +282,19 @@ class _Target:
     """
 
     def __init__(
-        self, runner: MedusaCPUModelRunner, logits: torch.Tensor, first_rows: torch.Tensor
+        self,
+        runner: MedusaCPUModelRunner,
+        logits: torch.Tensor,
+        first_rows: torch.Tensor,
+        draft_tokens: torch.Tensor,
+        parents: torch.Tensor,
     ) -> None:
+        """``draft_tokens`` and ``parents``: as the walk takes them."""
         self.runner = runner
         self.logits = logits
         self.first_rows = first_rows
+        self.draft_tokens = draft_tokens
+        self.parents = parents
         self.metadata = runner.input_batch.sampling_metadata
         self.needs_sampler = None
         if not _is_plain(self.metadata):
@@ -274,6 +328,8 @@ class _Target:
 
     def draw(self, rows: torch.Tensor, active: torch.Tensor, step: int) -> torch.Tensor:
         """Draw one token per request at ``rows``; see ``acceptance.walk``."""
+        if self.runner.draft_sampler is not None:
+            self._show_drafts(self.runner.draft_sampler, rows, active)
         rows = self.first_rows + rows
         # The first token of all requests comes from the sampler, as vLLM does it; later ones only
         # while a request is on its way that is more than plain greedy.
@@ -299,11 +355,26 @@ class _Target:
                 self.appended.append(self.outputs[index])
         return tokens
 
+    def _show_drafts(self, sampler: DraftSampler, rows: torch.Tensor, active: torch.Tensor) -> None:
+        """Tell a sampler that looks at drafts of those at ``rows``."""
+        children = self.draft_tokens.masked_fill(self.parents != rows[:, None], NO_TOKEN)
+        has_drafts = (active & (children != NO_TOKEN).any(dim=1)).tolist()
+        names = self.runner.input_batch.req_ids
+        trees = [self.runner.drawn_trees.get(name) for name in names]
+        sampler.children = children
+        sampler.draft_probs = {
+            index: tree.at(row, self.logits.shape[1])
+            for index, (tree, row) in enumerate(zip(trees, rows.tolist(), strict=True))
+            if tree is not None and has_drafts[index]
+        }
+
     def close(self) -> None:
         """Take the path's tokens back out; vLLM's bookkeeping appends them once they are final."""
         for output in self.appended:
             output.pop()
         self.appended.clear()
+        if self.runner.draft_sampler is not None:
+            self.runner.draft_sampler.forget()
 
     def logprobs(self, num_steps: int) -> LogprobsTensors | None:
         """Logprobs of the drawn tokens, [requests * steps, logprobs + 1], in vLLM's flat order."""

@@ -1,0 +1,234 @@
+"""Drafts that are drawn from the heads: the output has the target's distribution all the same."""
+
+import pytest
+import torch
+from vllm.sampling_params import StructuredOutputsParams
+
+from tests.integration.certain import differences, generate_certain
+from tests.integration.distribution import (
+    LIVELY,
+    PROMPT,
+    SMALL_VOCAB,
+    chi_square,
+    exact_distribution,
+    exact_logits,
+)
+from tests.integration.generation import (
+    SMALL_BUSHY,
+    continuations,
+    generate,
+    make_prompts,
+    medusa,
+    runner_of,
+    tokens,
+)
+from tests.integration.oracle import Oracle, oracle_drafts
+from tests.integration.test_sequential import make_sequential_heads
+from tests.integration.tiny import HIDDEN, VOCAB, add_tokenizer, save_heads
+from tests.integration.watch import watching
+from vllm_medusa import sampled_drafts
+from vllm_medusa.heads.checkpoint import load_heads
+from vllm_medusa.sampled_drafts import DrawnTree
+from vllm_medusa.training.model import TargetMatrices, TrainableHeads
+
+DRAWN = {"draft_sample_method": "probabilistic"}
+
+# -- the distribution ------------------------------------------------------------------------------
+
+NUM_SAMPLES = 5000
+SETTINGS = {
+    "temperature 0.5": {"temperature": 0.5},
+    "temperature 1": {"temperature": 1.0},
+    "temperature 1.5": {"temperature": 1.5},
+    "top-k, top-p": {"temperature": 1.0, "top_k": 9, "top_p": 0.85},
+}
+# Trees by the number of children that every node has down to some depth.
+TREES = {
+    1: [[0], [0, 0], [0, 0, 0]],
+    2: [[0], [1], [0, 0], [0, 1], [1, 0], [1, 1], [0, 0, 0], [0, 0, 1]],
+    # Ranks are no more than an order here.
+    4: [[r] for r in (0, 2, 5, 1)] + [[a, b] for a in (0, 2, 5, 1) for b in (3, 0, 1, 2)],
+}
+KINDS = [("plain", 1), ("plain", 2), ("plain", 4), ("sequential", 2)]
+
+
+@pytest.fixture(scope="module")
+def small_model(models):
+    return models("llama", **LIVELY)
+
+
+@pytest.fixture(scope="module")
+def lively_heads(tmp_path_factory):
+    """Heads that are not too sure of what they guess."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for head in range(3):
+        weight = torch.randn(HIDDEN, HIDDEN, generator=generator) / 20
+        tensors[f"{head}.0.linear.weight"] = weight
+        tensors[f"{head}.0.linear.bias"] = torch.randn(HIDDEN, generator=generator) / 2
+    config = {"version": "2", "medusa_num_heads": 3, "medusa_num_layers": 1}
+    return {
+        "plain": save_heads(tmp_path_factory.mktemp("plain"), tensors, **config),
+        "sequential": make_sequential_heads(
+            tmp_path_factory.mktemp("sequential"),
+            token_map=torch.tensor([1, 2, 3, 5, 6, 7, 9, 10, 11, 12, 14]),
+            vocab_size=SMALL_VOCAB,
+            scale=0.05,
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def engine_of(small_model, lively_heads, module_engine):
+    def start(kind, children):
+        # Chains from the text are fixed drafts, beside those that are drawn.
+        config = medusa(lively_heads[kind], TREES[children], lookup=children == 2, **DRAWN)
+        return module_engine(
+            small_model,
+            **config,
+            max_num_seqs=512,
+            max_num_batched_tokens=16384,
+            max_model_len=32,
+            block_size=32,
+            num_gpu_blocks_override=600,
+        )
+
+    return start
+
+
+def draw(llm, number=NUM_SAMPLES, each=250):
+    """Texts of all settings, which stand in the same batches."""
+    torch.manual_seed(1)
+    params = [{**setting, "n": each, "max_tokens": 4} for setting in SETTINGS.values()]
+    turns = number // each
+    with watching() as watch:
+        outputs = generate(llm, [PROMPT] * len(params) * turns, params * turns)
+    texts = {name: [] for name in SETTINGS}
+    for name, output in zip(list(SETTINGS) * turns, outputs, strict=True):
+        texts[name] += [list(one.token_ids) for one in output.outputs]
+    return texts, watch
+
+
+@pytest.fixture(scope="module")
+def expected(small_model):
+    logits = exact_logits(small_model)
+    return {name: exact_distribution(logits, setting) for name, setting in SETTINGS.items()}
+
+
+@pytest.mark.parametrize(("kind", "children"), KINDS)
+def test_distribution(kind, children, engine_of, expected):
+    texts, watch = draw(engine_of(kind, children))
+    steps = sum(watch.lengths.values())
+    shares = {length: count / steps for length, count in sorted(watch.lengths.items())}
+    print(f"{kind}, {children} children: {shares}")
+    assert watch.lengths[1] > 0.1 * steps and watch.lengths[2] > 0.01 * steps
+    for name, drawn in texts.items():
+        assert len(drawn) == NUM_SAMPLES
+        chance = chi_square(drawn, expected[name])
+        print(f"{name}: p = {chance:.3g}")
+        assert chance > 0.001, name
+
+
+@pytest.mark.parametrize("rule", ["no residual", "another temperature"])
+def test_broken_rules_are_found(rule, engine_of, expected, monkeypatch):
+    if rule == "no residual":
+        monkeypatch.setattr(sampled_drafts, "_normalised", lambda weights, otherwise: otherwise)
+    else:
+        right = DrawnTree.at
+
+        def flatter(self, row, vocab_size):
+            probs = right(self, row, vocab_size).sqrt()
+            return probs / probs.sum()
+
+        monkeypatch.setattr(DrawnTree, "at", flatter)
+    texts, _ = draw(engine_of("plain", 2), 2500)
+    chances = {name: chi_square(drawn, expected[name]) for name, drawn in texts.items()}
+    print(chances)
+    assert chances["temperature 0.5"] < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["plain", "sequential"])
+def test_drafts_are_drawn_from_what_the_heads_say(kind, engine_of, small_model, lively_heads):
+    """The distribution at every row, against the module that training uses, path by path."""
+    drafter = runner_of(engine_of(kind, 2)).drafter
+    trained = TrainableHeads.from_weights(
+        load_heads(lively_heads[kind]), TargetMatrices.read(str(small_model))
+    )
+    ids = torch.arange(SMALL_VOCAB) if trained.token_map is None else trained.token_map
+    states, roots = torch.randn(3, HIDDEN), torch.tensor([5, 11, 7])
+    temperatures = torch.tensor([0.5, 1.0, 1.5])
+    for num_nodes in (1, 3, 8):
+        drafted, trees = drafter.propose_drawn(states, roots, num_nodes, temperatures, {})
+        paths = [(), *drafter.tree.prefix(num_nodes).paths]
+        for request, tree in enumerate(trees):
+            token_of = dict(zip(paths[1:], drafted[request].tolist(), strict=True))
+            for row, path in enumerate(paths):
+                siblings = [token_of[own] for own in paths[1:] if own[:-1] == path]
+                if not siblings:
+                    continue
+                assert len(set(siblings)) == len(siblings)
+                behind = [int(roots[request])]
+                behind += [token_of[path[: depth + 1]] for depth in range(len(path))]
+                padded = torch.tensor([(behind + [0] * 4)[:4]])
+                with torch.no_grad():
+                    logits = trained.logits(states[request : request + 1], padded)[len(path)][0]
+                wanted = torch.zeros(SMALL_VOCAB)
+                wanted[ids] = (logits / temperatures[request]).softmax(dim=-1)
+                assert torch.allclose(tree.at(row, SMALL_VOCAB), wanted, atol=1e-5)
+
+
+# -- other requests beside them --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engines(models, heads, module_engine):
+    """Without trees, and with drafts that are drawn."""
+    model = add_tokenizer(models("llama", pad_token_id=0))
+    trees = medusa(heads(max(map(len, SMALL_BUSHY))), SMALL_BUSHY, **DRAWN)
+    return [module_engine(model, skip_tokenizer_init=False, **options) for options in ({}, trees)]
+
+
+def test_what_is_certain_stays(engines):
+    expected, outputs, watch = generate_certain(*engines)
+    assert not differences(expected, outputs)
+    assert set(watch.lengths) == set(range(max(map(len, SMALL_BUSHY)) + 1))
+
+
+def test_requests_with_a_grammar_keep_fixed_drafts(engines):
+    """A grammar leaves drafts out because of their tokens; with fixed drafts a seed's text is that
+    without speculation. Others, whose drafts are drawn, stand beside them."""
+    plain, drawing = engines
+    prompts = make_prompts(16, VOCAB, seed=33)
+    each = [
+        {
+            "structured_outputs": StructuredOutputsParams(regex="[0-9]{3,12}(abc|xyz)+"),
+            "ignore_eos": False,
+            "seed": number,
+        }
+        if number % 2
+        else {"temperature": 1.3}
+        for number in range(len(prompts))
+    ]
+    params = {"temperature": 0.8, "max_tokens": 60}
+    expected = tokens(generate(plain, prompts, each, **params))
+    known = continuations(prompts, expected)
+    with watching() as watch, oracle_drafts(Oracle(known, VOCAB)):
+        outputs = tokens(generate(drawing, prompts, each, **params))
+    assert outputs[1::2] == expected[1::2]
+    assert len(watch.lengths) > 3
+
+
+def test_seeds_give_the_same_again(engine_of):
+    llm = engine_of("plain", 4)
+    each = [{"seed": number, "temperature": 1.0} for number in range(12)]
+    first = tokens(generate(llm, [PROMPT] * 12, each, max_tokens=20))
+    torch.rand(1)
+    assert tokens(generate(llm, [PROMPT] * 12, each, max_tokens=20)) == first
+    assert len(set(map(tuple, first))) > 6
+
+
+def test_finished_requests_are_forgotten(engine_of):
+    llm = engine_of("plain", 4)
+    for _ in range(3):
+        generate(llm, [PROMPT] * 4, temperature=1.0, max_tokens=10)
+    assert len(runner_of(llm).drawn_trees) <= 4
