@@ -127,10 +127,9 @@ fuzz: setup ## random sessions against vLLM without speculation: SESSIONS (500) 
 	@FUZZ_SESSIONS=$(or $(SESSIONS),500); export FUZZ_SESSIONS; \
 		$(PYTEST) tests/integration/test_fuzz.py --hypothesis-show-statistics $(ARGS)
 
-# As many steps as a server takes in four hours, at 50 ms a step.
 .PHONY: soak
-soak: setup ## hours of traffic on a tiny model: memory has to stay flat; into docs/soak.md
-	@export SOAK_STEPS=$(or $(STEPS),288000) SOAK_REPORT=docs/soak.md; \
+soak: setup ## REQUESTS (100000) to a tiny model, an hour or two: memory has to stay flat; into docs/soak.md
+	@export SOAK_REQUESTS=$(or $(REQUESTS),100000) SOAK_REPORT=docs/soak.md; \
 		$(CPU_ENV) && $(PYTHON_VENV) -m pytest -s tests/integration/test_soak.py $(ARGS)
 
 .PHONY: releases
