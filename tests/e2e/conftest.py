@@ -28,7 +28,8 @@ def server(model: Path) -> Iterator[Server]:
         model,
         [
             "--speculative-model", f"medusa:{HEADS}", "--spec-tokens", "7",
-            "--reasoning-config", json.dumps(thinking), *OPTIONS,
+            "--reasoning-config", json.dumps(thinking),
+            "--enable-auto-tool-choice", "--tool-call-parser", "hermes", *OPTIONS,
         ],
     )  # fmt: skip
     server.start()
