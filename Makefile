@@ -99,8 +99,7 @@ V2_TESTS := tests/integration/test_greedy_schedules.py tests/integration/test_kv
 	tests/integration/test_sampled.py tests/integration/test_v2_runner.py tests/integration/test_matrix.py \
 	tests/integration/test_triton_attention.py tests/integration/test_calibrate_v2.py
 V2_MORE := tests/integration/test_greedy.py tests/integration/test_structured_outputs.py \
-	tests/integration/test_tensor_parallel.py tests/integration/test_thinking_budget.py \
-	tests/integration/test_typical.py
+	tests/integration/test_tensor_parallel.py tests/integration/test_thinking_budget.py
 
 .PHONY: test
 test: setup ## run the tests

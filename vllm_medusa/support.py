@@ -195,7 +195,12 @@ def _engine_problems(config: VllmConfig) -> Iterator[str]:
 
 def _acceptance_problems(config: VllmConfig) -> Iterator[str]:
     speculation = config.speculative_config
-    drafts = speculation.draft_sample_method
+    rule, drafts = speculation.rejection_sample_method, speculation.draft_sample_method
+    if config.use_v2_model_runner and rule != "standard":
+        yield (
+            f"rejection_sample_method {rule!r} on the V2 model runner: leave it out, requests are "
+            "then served exactly"
+        )
     if config.use_v2_model_runner and drafts != "greedy":
         yield (
             f"draft_sample_method {drafts!r} on the V2 model runner: leave it out, drafts are then "

@@ -4,15 +4,13 @@ from collections.abc import Mapping
 
 from vllm import LLM, RequestOutput
 
-from tests.integration.generation import continuations, fewer, generate, make_prompts, tokens
+from tests.integration.generation import continuations, generate, make_prompts, tokens
 from tests.integration.oracle import Oracle, oracle_drafts
 from tests.integration.tiny import VOCAB
 from tests.integration.watch import Watch, watching
 
-LENGTH = fewer(40, 24)
-
 # With top-k 1 one token has all of the probability.
-CERTAIN: list[Mapping[str, object]] = fewer(3, 1) * [
+CERTAIN: list[Mapping[str, object]] = 3 * [
     {"temperature": 0.0},
     {"temperature": 1.0, "top_k": 1},
     {"temperature": 1.0, "top_k": 1, "presence_penalty": 1.5},
@@ -33,10 +31,10 @@ def generate_certain(
     Returns what was said without, what with, and what the scheduler did with the trees.
     """
     prompts = make_prompts(len(CERTAIN), VOCAB, seed=31)
-    expected = generate(plain, prompts, CERTAIN, max_tokens=LENGTH)
+    expected = generate(plain, prompts, CERTAIN, max_tokens=40)
     known = continuations(prompts, tokens(expected))
     with watching() as watch, oracle_drafts(Oracle(known, VOCAB)):
-        outputs = generate(llm, prompts, CERTAIN, max_tokens=LENGTH)
+        outputs = generate(llm, prompts, CERTAIN, max_tokens=40)
     return expected, outputs, watch
 
 

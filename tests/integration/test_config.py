@@ -324,12 +324,15 @@ def test_v2_on_a_cpu_is_refused(target, heads, monkeypatch):
         build_medusa(target, heads)
 
 
-def test_drawn_drafts_are_refused_on_v2(target, heads, monkeypatch):
+@pytest.mark.parametrize(
+    "options", [{"rejection_sample_method": "typical"}, {"draft_sample_method": "probabilistic"}]
+)
+def test_rules_that_look_at_drafts_are_refused_on_v2(options, target, heads, monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
-    words = "draft_sample_method 'probabilistic' on the V2 model runner: leave it out"
-    with pytest.raises(ValueError, match=words):
-        build_medusa(target, heads, draft_sample_method="probabilistic")
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name} '{value}' on the V2 model runner: leave it out"):
+        build_medusa(target, heads, **options)
 
 
 def test_drawn_drafts_are_refused_with_tensor_parallelism(target, heads):

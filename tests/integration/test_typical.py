@@ -2,7 +2,6 @@
 
 import re
 
-import numpy as np
 import pytest
 import torch
 from vllm.sampling_params import StructuredOutputsParams
@@ -12,7 +11,6 @@ from tests.integration.distribution import LIVELY, PROMPT
 from tests.integration.generation import (
     SMALL_BUSHY,
     continuations,
-    fewer,
     generate,
     make_prompts,
     medusa,
@@ -22,8 +20,8 @@ from tests.integration.generation import (
 from tests.integration.oracle import Oracle, oracle_drafts
 from tests.integration.tiny import VOCAB, add_tokenizer
 from tests.integration.watch import watching
-from tests.triton_interpreter import ENABLED as INTERPRETED
 from vllm_medusa.drafter import MedusaDrafter
+from vllm_medusa.runner import draft_sampler
 from vllm_medusa.typical import POSTERIOR_ALPHA, POSTERIOR_THRESHOLD
 
 DEPTH = max(map(len, SMALL_BUSHY))
@@ -50,8 +48,7 @@ def test_a_wrong_rule_is_found(engines, monkeypatch):
         child = children.amax(dim=1)
         return torch.where(child >= 0, child, drawn)
 
-    module = "tree_sampler" if INTERPRETED else "draft_sampler"
-    monkeypatch.setattr(f"vllm_medusa.runner.{module}.typical_tokens", anything_goes)
+    monkeypatch.setattr(draft_sampler, "typical_tokens", anything_goes)
     expected, outputs, _ = generate_certain(*engines)
     differ = differences(expected, outputs)
     assert all(own["temperature"] for own in differ)  # greedy requests ask no rule
@@ -61,7 +58,7 @@ def test_a_wrong_rule_is_found(engines, monkeypatch):
 def test_grammars_hold(engines):
     """Sampled requests with a grammar, drafts that are likely and drafts that break it."""
     _, typical = engines
-    prompts = make_prompts(fewer(12), VOCAB, seed=32)
+    prompts = make_prompts(12, VOCAB, seed=32)
     pattern = "[0-9]{3,12}(abc|xyz)+"
     asked = {
         "structured_outputs": StructuredOutputsParams(regex=pattern),
@@ -90,12 +87,10 @@ def mean_length(llm, monkeypatch):
     def propose(self, hidden_states, roots, num_nodes):
         return drafts[:num_nodes].expand(hidden_states.shape[0], num_nodes)
 
-    # Requests without a seed draw from torch's generator; V2 gives them one of NumPy's.
     torch.manual_seed(1)
-    np.random.seed(1)
     with monkeypatch.context() as patch, watching() as watch:
         patch.setattr(MedusaDrafter, "propose", propose)
-        outputs = generate(llm, [PROMPT] * fewer(64), temperature=1.0, max_tokens=fewer(64))
+        outputs = generate(llm, [PROMPT] * 64, temperature=1.0, max_tokens=64)
     steps = sum(watch.lengths.values())
     return sum(length * count for length, count in watch.lengths.items()) / steps, outputs
 
@@ -109,11 +104,12 @@ def test_paths_get_longer(models, heads, module_engine, monkeypatch):
     lossy, outputs = mean_length(lossy_engine, monkeypatch)
     print(f"accepted per step: exact {exact:.2f}, typical {lossy:.2f}")
     assert lossy > 1.5 * exact
-    runner = runner_of(lossy_engine)
-    holder = runner.model_state if INTERPRETED else runner.draft_sampler
-    assert holder.typical_bars == (POSTERIOR_THRESHOLD, POSTERIOR_ALPHA)
+    sampler = runner_of(lossy_engine).draft_sampler
+    assert sampler.posterior_threshold == POSTERIOR_THRESHOLD
+    assert sampler.posterior_alpha == POSTERIOR_ALPHA
     # With a bar of 1 nothing is typical, and what remains is the exact rule.
-    monkeypatch.setattr(holder, "typical_bars", (1.0, 1e9))
+    monkeypatch.setattr(sampler, "posterior_threshold", 1.0)
+    monkeypatch.setattr(sampler, "posterior_alpha", 1e9)
     as_exact, same = mean_length(lossy_engine, monkeypatch)
     assert as_exact == exact
     assert tokens(same) != tokens(outputs)

@@ -66,10 +66,10 @@ class DraftSampler(nn.Module):
 class TypicalSampler(DraftSampler):
     """May take a typical child in the place of the drawn token (``typical.py``)."""
 
-    def __init__(self, stock: nn.Module, typical_bars: tuple[float, float]) -> None:
-        """``typical_bars``: ``posterior_threshold`` and ``posterior_alpha``."""
+    def __init__(self, stock: nn.Module, posterior_threshold: float, posterior_alpha: float):
         super().__init__(stock)
-        self.typical_bars = typical_bars
+        self.posterior_threshold = posterior_threshold
+        self.posterior_alpha = posterior_alpha
 
     def choose(
         self,
@@ -78,7 +78,9 @@ class TypicalSampler(DraftSampler):
         children: torch.Tensor,
         generators: dict[int, torch.Generator],
     ) -> torch.Tensor:
-        return typical_tokens(logits.softmax(dim=-1), children, drawn, *self.typical_bars)
+        return typical_tokens(
+            logits.softmax(dim=-1), children, drawn, self.posterior_threshold, self.posterior_alpha
+        )
 
 
 class DrawnDraftsSampler(DraftSampler):
@@ -103,7 +105,7 @@ class DrawnDraftsSampler(DraftSampler):
 def build_draft_sampler(config: Any, stock: nn.Module) -> DraftSampler | None:
     """The sampler that a ``MedusaSpeculativeConfig`` asks for; None: vLLM's own."""
     if config.rejection_sample_method == "typical":
-        return TypicalSampler(stock, (config.posterior_threshold, config.posterior_alpha))
+        return TypicalSampler(stock, config.posterior_threshold, config.posterior_alpha)
     if config.draft_sample_method == "probabilistic":
         return DrawnDraftsSampler(stock)
     return None

@@ -52,21 +52,16 @@ class TreeModelState(ModelState):
         last_rows: int64 [max_num_reqs], by place in the batch: row where the newest token was
             drawn, counted from the request's first row of logits.
         num_steps: depth of the deepest tree, and one.
-        typical_bars: threshold and alpha of typical acceptance (``typical.py``); None: exact.
     """
 
     def __init__(
         self, vllm_config: VllmConfig, model: nn.Module, encoder_cache: Any, device: torch.device
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
-        speculation = vllm_config.speculative_config
-        tree: TokenTree = speculation.token_tree
+        tree: TokenTree = vllm_config.speculative_config.token_tree
         size = self.max_num_reqs
         self.bank = TreeBank([tree], device)
         self.num_steps = tree.depth + 1
-        self.typical_bars: tuple[float, float] | None = None
-        if speculation.rejection_sample_method == "typical":
-            self.typical_bars = speculation.posterior_threshold, speculation.posterior_alpha
         self.tree_of = torch.zeros(size, dtype=torch.int64, device=device)
         self.tree_index = torch.zeros(size, dtype=torch.int32, device=device)
         self.last_rows = torch.zeros(size, dtype=torch.int64, device=device)

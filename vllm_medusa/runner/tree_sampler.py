@@ -25,7 +25,6 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logit
 from vllm_medusa.acceptance import NO_TOKEN, AcceptedPaths, walk
 from vllm_medusa.acceptance_kernel import walk_drawn_tokens
 from vllm_medusa.agreement import decide_once
-from vllm_medusa.typical import typical_tokens
 
 if TYPE_CHECKING:
     from vllm_medusa.runner.model_state import TreeModelState
@@ -41,9 +40,6 @@ class TreeSampler:
         self.sampler = sampler
         self.state = state
         self.req_states = sampler.req_states
-        if state.typical_bars is not None:
-            # Fused samplers keep to themselves what top-k and top-p leave of a distribution.
-            sampler.use_flashinfer = sampler.use_xpu_sampler = False
 
     def __call__(
         self,
@@ -133,9 +129,6 @@ class TreeSampler:
             batch.seq_lens_cpu_upper_bound.numpy(),
             return_logprobs=self._wants_logprobs(batch),
         )
-        if self.state.typical_bars is not None:
-            children = self._children_of_rows(drafts, batch)
-            drawn = self._typical(drawn, processed, children, batch.expanded_idx_mapping)
         paths = walk_drawn_tokens(
             drawn,
             drafts,
@@ -175,14 +168,8 @@ class TreeSampler:
         wants_logprobs = self._wants_logprobs(batch)
         text = _TextAhead(self.sampler, index)
 
-        nodes = torch.arange(state.bank.parents.shape[1], device=index.device)
-        is_node = nodes < num_nodes[:, None]
-        places = (first_rows[:, None] + 1 + nodes).clamp(max=logits.shape[0] - 1)
-        own_drafts = drafts[places].long().masked_fill(~is_node, NO_TOKEN)
-        parents = state.bank.parents[state.tree_of[index]]
-
         def draw(rows: torch.Tensor, active: torch.Tensor, step: int) -> torch.Tensor:
-            own_rows, rows = rows, first_rows + rows
+            rows = first_rows + rows
             drawn, processed = self.sampler.sample(
                 logits[rows],
                 index,
@@ -194,56 +181,24 @@ class TreeSampler:
                 longest,
                 return_logprobs=wants_logprobs,
             )
-            if state.typical_bars is not None:
-                children = own_drafts.masked_fill(parents != own_rows[:, None], NO_TOKEN)
-                drawn = self._typical(drawn, processed, children, index)
             if wants_logprobs:
                 # A request whose walk has ended is drawn again, with its last token in its text.
                 kept[rows] = torch.where(active[:, None], processed.to(kept.dtype), kept[rows])
             text.append(drawn, active)
             return drawn
 
+        nodes = torch.arange(state.bank.parents.shape[1], device=index.device)
+        is_node = nodes < num_nodes[:, None]
+        places = (first_rows[:, None] + 1 + nodes).clamp(max=logits.shape[0] - 1)
         paths = walk(
             draw,
-            own_drafts,
-            parents,
+            drafts[places].long().masked_fill(~is_node, NO_TOKEN),
+            state.bank.parents[state.tree_of[index]],
             batch.seq_lens[requests] >= self.req_states.prefill_len.gpu[index],
             num_steps=state.num_steps,
         )
         text.take_back()
         return paths
-
-    def _typical(
-        self,
-        drawn: torch.Tensor,
-        processed: torch.Tensor,
-        children: torch.Tensor,
-        slots: torch.Tensor,
-    ) -> torch.Tensor:
-        """Typical children in the place of drawn tokens; greedy requests keep theirs.
-
-        Args:
-            drawn: int64 [R], the sampler's tokens.
-            processed: [R, V], the logits that they were drawn from.
-            children: int64 [R, N], tokens of each row's children, else ``NO_TOKEN``.
-            slots: integers [R], of each row's request in the state.
-        """
-        assert self.state.typical_bars is not None
-        probs = processed.softmax(dim=-1, dtype=torch.float32)
-        taken = typical_tokens(probs, children, drawn, *self.state.typical_bars)
-        return torch.where(self.sampler.sampling_states.temperature.gpu[slots] > 0, taken, drawn)
-
-    def _children_of_rows(self, drafts: torch.Tensor, batch: InputBatch) -> torch.Tensor:
-        """Tokens of the children of every row, int64 [rows, nodes]; ``NO_TOKEN`` elsewhere."""
-        own_row = batch.expanded_local_pos.long()
-        first = torch.arange(len(own_row), device=own_row.device) - own_row
-        parents = self.state.bank.parents[self.state.tree_of[batch.expanded_idx_mapping]]
-        nodes = torch.arange(parents.shape[1], device=own_row.device)
-        places = first[:, None] + 1 + nodes
-        inside = places.clamp(max=len(own_row) - 1)
-        is_own = (places < len(own_row)) & (first[inside] == first[:, None])
-        is_child = is_own & (parents == own_row[:, None])
-        return drafts[inside].long().masked_fill(~is_child, NO_TOKEN)
 
     def _wants_logprobs(self, batch: InputBatch) -> bool:
         return self.sampler.get_logprobs_dims(batch.idx_mapping_np) is not None
