@@ -89,3 +89,9 @@ def test_page(tmp_path):
     # At batch 32 the 64 * 32 rows are bound by operations, and 63 nodes are a loss.
     seven = next(line for line in lines if "7B" in line[2] and line[3].strip() == "32")
     assert float(seven[6]) < 1
+
+
+def test_the_page_in_the_docs_is_that_of_the_shipped_heads(capsys):
+    root = Path(__file__).parents[2]
+    main([str(root / "docs/sizes.json"), "--heads", str(root / "heads/smollm2-135m-instruct")])
+    assert capsys.readouterr().out == (root / "docs" / "projection.md").read_text()
