@@ -163,6 +163,33 @@ def assert_logprobs_agree(found: Any, expected: Any) -> None:
                 assert here[token].rank == value.rank
 
 
+def assert_empty(llm: LLM) -> None:
+    """No request and no block is left behind."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    assert not scheduler.requests and not scheduler.running and not scheduler.waiting
+    pool = scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is never given out
+
+
+def printable(text: Iterable[int]) -> list[str]:
+    """The characters of a text, as the tokenizers of ``tiny`` have them."""
+    return [chr(token) for token in text if 32 < token < 127]
+
+
+def to_come(
+    each: Sequence[Mapping[str, object]],
+    texts: Sequence[list[int]],
+    expected: Iterable[RequestOutput],
+) -> list[list[int]]:
+    """What the oracle is to say to requests with rules: what they say, and ``texts``, which they
+    say without rules, where a stop string only ends a text. Its tokens may go on behind it, up to
+    the step's last one."""
+    return [
+        text if "stop" in own else said
+        for own, text, said in zip(each, texts, tokens(expected), strict=True)
+    ]
+
+
 def continuations(
     prompts: Sequence[list[int]], texts: Sequence[list[int]]
 ) -> dict[tuple[int, ...], list[int]]:

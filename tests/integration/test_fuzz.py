@@ -17,6 +17,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from tests.integration.generation import (
     SMALL_BUSHY,
     TREES,
+    assert_empty,
     fewer,
     generate,
     make_prompts,
@@ -200,14 +201,6 @@ def assert_begins(found, expected):
     for here in found.outputs:
         there = expected.outputs[here.index]
         assert list(here.token_ids) == list(there.token_ids)[: len(here.token_ids)]
-
-
-def assert_empty(llm):
-    """No request, no block and no tree is left behind."""
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    assert not scheduler.requests and not scheduler.running and not scheduler.waiting
-    pool = scheduler.kv_cache_manager.block_pool
-    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is never given out
 
 
 def test_the_options_are_ones_of_vllm():

@@ -15,8 +15,10 @@ from tests.integration.generation import (
     generate,
     make_prompts,
     medusa,
+    printable,
     sampling_params,
     some,
+    to_come,
     tokens,
 )
 from tests.integration.oracle import Oracle, oracle_drafts
@@ -39,11 +41,6 @@ def asking(**spec):
     return {"structured_outputs": StructuredOutputsParams(**spec), "ignore_eos": False}
 
 
-def characters(text):
-    """What of a text can be seen, for options in words."""
-    return [chr(token) for token in text if 32 < token < ASCII]
-
-
 # The page's rows of what is served with trees: what each is asked for with, given the text without
 # any option. Where no temperature is said, greedy and sampled.
 ROWS = {
@@ -63,12 +60,12 @@ ROWS = {
     ],
     "`logit_bias`": [lambda text: {"logit_bias": {text[2]: -3.0, text[7]: 2.0}}],
     "`bad_words`, `allowed_token_ids`": [
-        lambda text: {"bad_words": [*characters(text)[:3], "abc"]},
+        lambda text: {"bad_words": [*printable(text)[:3], "abc"]},
         lambda text: {"allowed_token_ids": sorted({*text[::2], *range(5, VOCAB, 9)})},
     ],
     "`min_tokens`": [lambda text: {"min_tokens": 11, "stop_token_ids": text[4:12]}],
     "`stop`, `stop_token_ids`, `max_tokens`, `ignore_eos`": [
-        lambda text: {"stop": characters(text)[7:9]},
+        lambda text: {"stop": printable(text)[7:9]},
         lambda text: {"stop_token_ids": text[15:18]},
         lambda text: {"max_tokens": 17},
         lambda text: {"ignore_eos": False, "logit_bias": {2: 4.0}},
@@ -77,9 +74,8 @@ ROWS = {
         lambda text: {"logprobs": 0},
         lambda text: {"logprobs": 1},
         lambda text: {"logprobs": 20},
-        # -1 is in test_sampled.py: beside it, vLLM names wrong tokens to requests for fewer.
+        # -1 is in test_sampled.py.
     ],
-    "`logprob_token_ids`": [lambda text: {"logprob_token_ids": [7, 200]}],
     "`prompt_logprobs`": [lambda text: {"prompt_logprobs": 2}],
     "structured outputs (JSON schema, regular expression, choice, grammar)": [
         lambda text: asking(json=SCHEMA),
@@ -91,6 +87,7 @@ ROWS = {
 
 # Other rows, and where they are tested.
 ELSEWHERE = {
+    "`logprob_token_ids`": "integration/test_matrix.py::test_logprob_token_ids",
     "streaming": "e2e/test_serving.py::test_streams_the_same_text",
     "`echo`, tool calls": "e2e/test_serving.py::test_echo_and_tool_calls",
     "reasoning parsers": "integration/test_structured_outputs.py::test_thinking_first",
@@ -100,7 +97,9 @@ ELSEWHERE = {
     "custom logits processors": "integration/test_v2_runner.py::test_custom_logits_processors",
     "beam search": "integration/test_matrix.py::test_beam_search",
     "`priority`": "integration/test_matrix.py::test_priority",
-    "malformed requests": "e2e/test_serving.py::test_malformed_requests_get_an_error",
+    "malformed requests": (
+        "e2e/test_serving.py::test_malformed_requests_get_an_error_and_disturb_nobody"
+    ),
 }
 
 
@@ -141,12 +140,7 @@ def served(start):
         own |= option(text)
     params = {"max_tokens": LENGTH, "detokenize": True}
     expected = generate(plain, prompts, each, **params)
-    # A stop string only ends a text. Its tokens may go on behind it, up to the step's last one.
-    to_come = [
-        text if "stop" in own else said
-        for own, text, said in zip(each, texts, tokens(expected), strict=True)
-    ]
-    known = continuations(prompts, to_come)
+    known = continuations(prompts, to_come(each, texts, expected))
     with watching() as watch, oracle_drafts(Oracle(known, VOCAB)):
         outputs = generate(trees, prompts, each, **params)
     rows = {row: [] for row in ROWS}
@@ -177,6 +171,25 @@ def test_the_page_lists_them():
     for test in ELSEWHERE.values():
         file, name = test.split("::")
         assert f"def {name}" in (PAGE.parents[1] / "tests" / file).read_text()
+
+
+def test_logprob_token_ids(start):
+    """Beside requests without logprobs only: on V1, vLLM's sampler gives all requests of a step the
+    tokens that some have named, in the place of the likeliest ones, also without speculation."""
+    prompts = make_prompts(8, ASCII, longest=40, seed=55)
+    each = [{"temperature": 0.7 * (number % 2), "seed": number} for number in range(8)]
+    for number in range(0, 8, 3):
+        each[number]["logprob_token_ids"] = [7, 200, 30 + number]
+    expected = generate(start(trees=False), prompts, each, max_tokens=LENGTH)
+    known = continuations(prompts, tokens(expected))
+    with watching() as watch, oracle_drafts(Oracle(known, VOCAB)):
+        outputs = generate(start(trees=True), prompts, each, max_tokens=LENGTH)
+    assert tokens(outputs) == tokens(expected)
+    assert max(watch.lengths) > 1
+    for own, output, should in zip(each, outputs, expected, strict=True):
+        if "logprob_token_ids" in own:
+            assert set(own["logprob_token_ids"]) <= set(output.outputs[0].logprobs[-1])
+            assert_logprobs_agree(output.outputs[0].logprobs, should.outputs[0].logprobs)
 
 
 def test_beam_search(start):

@@ -23,7 +23,9 @@ from tests.integration.generation import (
     generate,
     make_prompts,
     medusa,
+    printable,
     some,
+    to_come,
     tokens,
 )
 from tests.integration.oracle import Oracle, oracle_drafts
@@ -268,11 +270,6 @@ def with_tokenizer(models, heads, module_engine):
     return [module_engine(model, skip_tokenizer_init=False, **options) for options in ({}, tree)]
 
 
-def printable(text):
-    """The characters of a text, as the tokenizer has them."""
-    return [chr(token) for token in text if 32 < token < 127]
-
-
 WORDS = {
     "none": lambda text: {},
     "bad words": lambda text: {
@@ -297,12 +294,7 @@ def test_rules_in_words(temperature, with_tokenizer):
     each = [own | rule(text) for own, (_, rule), text in zip(each, rules, texts, strict=False)]
     params = {"max_tokens": LENGTH, "detokenize": True}
     expected = generate(plain, prompts, each, **params)
-    # A stop string only ends a text. Its tokens may go on behind it, up to the step's last one.
-    texts_to_come = [
-        text if "stop" in own else said
-        for own, text, said in zip(each, texts, tokens(expected), strict=True)
-    ]
-    known = continuations(prompts, texts_to_come)
+    known = continuations(prompts, to_come(each, texts, expected))
     with watching() as watch, oracle_drafts(Oracle(known, VOCAB)):
         outputs = generate(trees, prompts, each, **params)
     assert len(watch.lengths) > 3
