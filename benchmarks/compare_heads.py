@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
+from vllm_medusa.bench.report import markdown_table
 from vllm_medusa.calibration.growth import accuracies, grow_tree, head_counts, rank_counts
 from vllm_medusa.calibration.ranks_file import NUM_RANKS, read_ranks
 from vllm_medusa.calibration.replay import tokens_per_step
@@ -31,22 +32,23 @@ def table(heads: Mapping[str, Path]) -> str:
         *(f"head {head}" for head in range(1, most + 1)),
         *(f"{size} nodes" for size in SIZES),
     ]
-    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    rows = []
     for name, folder in heads.items():
         info, paths = inspect_heads(folder), read_ranks(folder)
         counts = rank_counts(paths)
         right = accuracies(head_counts(counts, info.num_heads))
         tree = grow_tree(counts, info.num_heads, max(SIZES), NUM_RANKS)
         rates = tokens_per_step(paths, tree)
-        cells = [
-            name,
-            f"{info.num_parameters / 1e6:.1f} million",
-            *(f"{ranks[0]:.2f}" for ranks in right),
-            *[""] * (most - len(right)),
-            *(f"{rates[size]:.2f}" for size in SIZES),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append(
+            [
+                name,
+                f"{info.num_parameters / 1e6:.1f} million",
+                *(f"{ranks[0]:.2f}" for ranks in right),
+                *[""] * (most - len(right)),
+                *(f"{rates[size]:.2f}" for size in SIZES),
+            ]
+        )
+    return "\n".join(markdown_table(columns, rows))
 
 
 def page(heads: Mapping[str, Path]) -> str:
@@ -54,9 +56,10 @@ def page(heads: Mapping[str, Path]) -> str:
     return f"""# Kinds of heads
 
 Made by benchmarks/compare_heads.py from heads of the demo's target that were trained on the same
-answers, with the same recipe; on answers that were held out. "Head 1" and so on: how often its best
-guess is right where the path to it is. "3 nodes" and so on: tokens per step, counted by
-walking a tree of so many nodes through the held-out answers.
+answers; those of as many blocks with the same recipe, those of more blocks further from them. On
+answers that were held out. "Head 1" and so on: how often its best guess is right where the path to
+it is. "3 nodes" and so on: tokens per step, counted by walking a tree of so many nodes through the
+held-out answers.
 
 {table(heads)}
 """

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_medusa.bench.prompts import prompt_set
+from vllm_medusa.bench.report import markdown_table
 from vllm_medusa.machine import describe_machine
 
 WAYS: dict[str, dict[str, str]] = {
@@ -127,9 +128,8 @@ def counters(llm: Any) -> tuple[int, int]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
-    lines = ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
-    lines += ["| " + " | ".join(str(value) for value in row.values()) + " |" for row in rows]
-    return "\n".join(lines)
+    cells = [[str(value) for value in row.values()] for row in rows]
+    return "\n".join(markdown_table(list(rows[0]), cells))
 
 
 def verdict(rows: list[dict[str, Any]]) -> str:

@@ -139,7 +139,7 @@ def _take_any_mask() -> None:
 
 
 def _leave_out_what_has_no_effect() -> None:
-    """Two thirds of the time of an engine's step went into three things. The interpreter puts its
+    """About half of the time of an engine's step goes into three things. The interpreter puts its
     own functions in the place of the language's at every launch and takes them back after it: only
     kernels use the language here, it may stay so. It looks types up in a table that it makes anew
     every time. And it computes whether whole numbers overflow, but says so only in debug mode."""
@@ -151,9 +151,9 @@ def _leave_out_what_has_no_effect() -> None:
     types: dict[str, np.dtype] = {}
 
     def patch_language_once(kernel):
-        known = len(patched)
-        patched.add("core" if interpreter.tl.core in kernel.__globals__.values() else "language")
-        if len(patched) > known:
+        kind = "core" if interpreter.tl.core in kernel.__globals__.values() else "language"
+        if kind not in patched:
+            patched.add(kind)
             patch_language(kernel)
         return interpreter._LangPatchScope()
 

@@ -68,6 +68,12 @@ def chi_square(texts: Sequence[list[int]], expected: torch.Tensor) -> float:
     counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
     keep = expected > 0
     expected, counts = expected[keep], counts[keep]
+    return chance_of(counts, expected)
+
+
+def chance_of(counts: torch.Tensor, expected: torch.Tensor) -> float:
+    """The chance to see counts this far or farther from what is expected, both float64 [kinds]
+    (Pearson's chi-square)."""
     distance = ((counts - expected) ** 2 / expected).sum()
-    freedom = torch.tensor((len(expected) - 1) / 2, dtype=torch.float64)
+    freedom = torch.tensor(max(len(expected) - 1, 1) / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(freedom, distance / 2))

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from tests.integration.distribution import chance_of
 from vllm_medusa import sampled_drafts
 from vllm_medusa.acceptance import NO_TOKEN
 from vllm_medusa.sampled_drafts import DrawnTree, accept_drawn, draw_distinct
@@ -22,16 +23,14 @@ PAIRS = {
 }
 
 
-def chance_of(tokens, expected):
+def chance_of_tokens(tokens, expected):
     """The chance to see counts of tokens this far or farther from what is expected."""
     expected = torch.as_tensor(expected, dtype=torch.float64)
     counts = torch.bincount(tokens, minlength=len(expected)).double()
     if counts[expected == 0].sum():
         return 0.0
     counts, expected = counts[expected > 0], expected[expected > 0] * len(tokens)
-    distance = ((counts - expected) ** 2 / expected).sum()
-    freedom = torch.tensor(max(len(expected) - 1, 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom, distance / 2))
+    return chance_of(counts, expected)
 
 
 def orders(draft, number):
@@ -87,7 +86,7 @@ def test_given_children(name):
         drafts = torch.tensor(columns).expand(NUM_DRAWS // 4, -1)
         size = NUM_DRAWS // 4
         tokens = accept_drawn(many(target)[:size], many(draft)[:size], drafts, {})
-        assert chance_of(tokens, by_the_rule(target, draft, children)) > 1e-5, children
+        assert chance_of_tokens(tokens, by_the_rule(target, draft, children)) > 1e-5, children
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
@@ -100,7 +99,7 @@ def test_draws_are_without_replacement(number):
     expected = torch.zeros(5**number, dtype=torch.float64)
     for tokens, chance in orders(draft, number):
         expected[sum(token * 5**place for place, token in enumerate(tokens))] = chance
-    assert chance_of(codes, expected) > 1e-4
+    assert chance_of_tokens(codes, expected) > 1e-4
 
 
 def come_out(name, number):
@@ -108,7 +107,7 @@ def come_out(name, number):
     torch.manual_seed(2)
     target, draft = PAIRS[name]
     children = sampled_drafts.draw_distinct(many(draft), number, {})
-    return chance_of(accept_drawn(many(target), many(draft), children, {}), target)
+    return chance_of_tokens(accept_drawn(many(target), many(draft), children, {}), target)
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -141,7 +140,7 @@ def test_a_child_that_was_not_drawn_is_none():
     children = torch.tensor([0, 1, 4, 3]).expand(NUM_DRAWS, -1)
     target, draft = PAIRS["never drafted"]
     tokens = accept_drawn(many(target), many(draft), children, {})
-    assert chance_of(tokens, by_the_rule(target, draft, [0, 1])) > 1e-4
+    assert chance_of_tokens(tokens, by_the_rule(target, draft, [0, 1])) > 1e-4
 
 
 def test_own_generators():
