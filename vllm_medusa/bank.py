@@ -16,6 +16,8 @@ class TreeBank:
 
     Attributes:
         parents: int64 [trees, MAX_NODES], row of each node's parent; -1 behind a tree's end.
+        children: int64 [trees, MAX_ROWS, children], each row's nodes, in the order of the tree; -1
+            behind the last.
         depth_offset: int64 [trees, MAX_ROWS], depth of a row minus its index: what turns the linear
             positions that vLLM computes into depth positions.
         ancestors: int64 [trees, MAX_ROWS, 2], 128-bit masks: bit j of row i is set if i sees j.
@@ -24,14 +26,22 @@ class TreeBank:
     def __init__(self, trees: Sequence[TokenTree], device: torch.device | str = "cpu") -> None:
         parents = np.full((len(trees), MAX_NODES), -1, dtype=np.int64)
         depth_offset = np.zeros((len(trees), MAX_ROWS), dtype=np.int64)
+        children_of: list[list[np.ndarray]] = []
         bits = np.zeros((len(trees), MAX_ROWS, MAX_ROWS), dtype=bool)
         bits[:, :, 0] = True  # rows behind a tree's end never run; they see the root only
         for index, tree in enumerate(trees):
             rows = len(tree) + 1
             parents[index, : rows - 1] = tree.parent_rows()
+            children_of.append([np.flatnonzero(parents[index] == row) for row in range(MAX_ROWS)])
             depth_offset[index, :rows] = tree.row_depths() - np.arange(rows)
             bits[index, :rows, :rows] = tree.ancestor_mask()
+        most = max(len(nodes) for rows_of in children_of for nodes in rows_of)
+        children = np.full((len(trees), MAX_ROWS, most), -1, dtype=np.int64)
+        for index, rows_of in enumerate(children_of):
+            for row, nodes in enumerate(rows_of):
+                children[index, row, : len(nodes)] = nodes
         packed = np.packbits(bits, axis=-1, bitorder="little").view(np.int64)
         self.parents = torch.from_numpy(parents).to(device)
+        self.children = torch.from_numpy(children).to(device)
         self.depth_offset = torch.from_numpy(depth_offset).to(device)
         self.ancestors = torch.from_numpy(packed).to(device)

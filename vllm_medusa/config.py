@@ -25,7 +25,7 @@ from vllm_medusa.machine import differences
 from vllm_medusa.options import PREFIX
 from vllm_medusa.stored_tree import SCHEDULE, StoredTree, read_stored_tree
 from vllm_medusa.tree import MAX_NODES, TREE_FILE, TokenTree, default_tree, read_tree
-from vllm_medusa.typical import POSTERIOR_ALPHA, POSTERIOR_THRESHOLD
+from vllm_medusa.typical import TypicalBars
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -72,8 +72,8 @@ class MedusaSpeculativeConfig(SpeculativeConfig):
     """What is accepted: "standard", tokens drawn from the target only (``acceptance.py``), or
     "typical", likely drafts too, which is lossy (``typical.py``)."""
 
-    posterior_threshold: float = POSTERIOR_THRESHOLD
-    posterior_alpha: float = POSTERIOR_ALPHA
+    posterior_threshold: float = TypicalBars().threshold
+    posterior_alpha: float = TypicalBars().alpha
 
     def __post_init__(self) -> None:
         # The parent's __post_init__ builds a ModelConfig for a draft model; heads are none. Like
@@ -91,6 +91,13 @@ class MedusaSpeculativeConfig(SpeculativeConfig):
         """The tree that is verified."""
         assert self.tree is not None
         return TokenTree(tuple(tuple(path) for path in self.tree))
+
+    @property
+    def typical_bars(self) -> TypicalBars | None:
+        """What drafts have to pass with typical acceptance; None: acceptance is exact."""
+        if self.rejection_sample_method != "typical":
+            return None
+        return TypicalBars(self.posterior_threshold, self.posterior_alpha)
 
     def __repr__(self) -> str:
         return (

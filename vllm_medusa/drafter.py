@@ -7,7 +7,7 @@ depth over the nodes that have children, for the whole batch.
 Tokens are the best ones of the heads, or drawn from them (``sampled_drafts.py``).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,13 @@ from torch import nn
 from vllm.config import VllmConfig
 
 from vllm_medusa.heads.module import MedusaHeads
-from vllm_medusa.sampled_drafts import DrawnTree, draw_distinct
+from vllm_medusa.sampled_drafts import (
+    NUM_CANDIDATES,
+    DraftProbs,
+    DraftSampling,
+    draft_probs,
+    draw_distinct,
+)
 from vllm_medusa.tree import TokenTree
 
 
@@ -112,26 +118,33 @@ class MedusaDrafter:
         rows[:, 0] = roots
         if self.heads.info.is_sequential:
             for level in levels:
-                best = self.heads.top_tokens_behind(
+                _, best = self.heads.top_tokens_behind(
                     hidden_states, rows[:, level.paths], level.num_ranks
                 )
                 rows[:, level.nodes] = best.flatten(1)[:, level.places]
         else:
             num_ranks = max(level.num_ranks for level in levels)
-            tokens = self.heads.top_tokens(hidden_states, len(levels), num_ranks)
+            _, tokens = self.heads.top_tokens(hidden_states, len(levels), num_ranks)
             for level, best in zip(levels, tokens, strict=True):
                 rows[:, level.nodes] = best[:, level.ranks]
         return rows[:, 1:]
+
+    @property
+    def num_candidates(self) -> int:
+        """From how many tokens children are drawn."""
+        info = self.heads.info
+        size = info.draft_vocab_size or info.vocab_size or self.model_config.get_vocab_size()
+        return min(NUM_CANDIDATES, size)
 
     def propose_drawn(
         self,
         hidden_states: torch.Tensor,
         roots: torch.Tensor,
         num_nodes: int,
-        temperatures: torch.Tensor,
-        generators: Mapping[int, torch.Generator],
-    ) -> tuple[torch.Tensor, list[DrawnTree]]:
-        """Draw the first ``num_nodes`` nodes of the tree from the heads, at a temperature.
+        sampling: DraftSampling,
+        noise: Callable[[int, tuple[int, ...]], torch.Tensor],
+    ) -> tuple[torch.Tensor, DraftProbs]:
+        """Draw the first ``num_nodes`` nodes of the tree from the heads.
 
         A row's children are drawn without replacement, in the order of their nodes. Plain heads
         guess the same behind all rows of a depth: they draw once for all of them, which is as good,
@@ -141,31 +154,35 @@ class MedusaDrafter:
             hidden_states: [B, hidden], as ``propose`` takes it.
             roots: int64 [B], likewise.
             num_nodes: how many nodes.
-            temperatures: float32 [B], above 0.
-            generators: those of requests (0 to B - 1) that have one of their own.
+            sampling: of the B requests.
+            noise: ``noise(depth, shape)`` is exponential noise, float32, of a shape that begins
+                with B; the depth of nodes (from 1) tells the calls of one draft apart.
 
         Returns:
-            Token ids, int64 [B, num_nodes], and what they were drawn from, one for each request.
+            Token ids, int64 [B, num_nodes], and what each row's children were drawn from,
+            [B, 1 + num_nodes, C]; of no meaning at rows without children.
         """
         levels = self._levels(num_nodes, is_drawn=True)
-        rows = roots.new_empty(roots.shape[0], 1 + num_nodes)
+        batch, candidates = roots.shape[0], self.num_candidates
+        rows = roots.new_empty(batch, 1 + num_nodes)
         rows[:, 0] = roots
-        places = torch.zeros_like(rows[0])
-        is_sequential, token_ids = self.heads.info.is_sequential, self.heads.lm_head.token_ids
-        scale = self.heads.info.logit_scale / temperatures[:, None, None]
-        plain = [] if is_sequential else self.heads.logits(hidden_states, len(levels))
-        probs: list[torch.Tensor] = []
+        probs = hidden_states.new_zeros(*rows.shape, candidates, dtype=torch.float32)
+        token_ids = rows.new_zeros(*rows.shape, candidates)
+        is_sequential = self.heads.info.is_sequential
+        if not is_sequential:
+            plain = self.heads.top_tokens(hidden_states, len(levels), candidates)
         for depth, level in enumerate(levels):
-            parents = level.paths[:, -1]
-            places[parents] = sum(known.shape[1] for known in probs)
             if is_sequential:
-                logits = self.heads.logits_behind(hidden_states, rows[:, level.paths])
+                logits, tokens = self.heads.top_tokens_behind(
+                    hidden_states, rows[:, level.paths], candidates
+                )
                 columns = level.places
-                places[parents] += torch.arange(len(parents), device=places.device)
             else:
-                logits, columns = plain[depth][:, None], level.ranks
-            probs.append((logits.float() * scale).softmax(dim=-1))
-            drawn = token_ids[draw_distinct(probs[-1], level.num_ranks, generators)]
-            rows[:, level.nodes] = drawn.flatten(1)[:, columns]
-        trees = [DrawnTree(own, places, token_ids) for own in torch.cat(probs, dim=1)]
-        return rows[:, 1:], trees
+                logits, tokens = (best[depth][:, None] for best in plain)
+                columns = level.ranks
+            own = draft_probs(logits * self.heads.info.logit_scale, sampling)
+            drawn = draw_distinct(own, level.num_ranks, noise(depth + 1, tuple(own.shape)))
+            rows[:, level.nodes] = tokens.gather(-1, drawn).flatten(1)[:, columns]
+            parents = level.paths[:, -1]
+            probs[:, parents], token_ids[:, parents] = own, tokens
+        return rows[:, 1:], DraftProbs(probs, token_ids)

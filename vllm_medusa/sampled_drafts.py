@@ -9,102 +9,156 @@ the last one a token is drawn from what p has become. Each token is then distrib
 p (speculative sampling, Leviathan et al., arXiv 2211.17192; with several drafts from one place
 Miao et al., arXiv 2305.09781, and without replacement Jeon et al., arXiv 2402.14160).
 
-The rule is exact only if nothing but chance decided which drafts are there. A cut by number is
-harmless; where drafts are left out because of their tokens (grammars), fixed drafts must be used.
+The rule is exact for any q, as long as it is the one that drafts were drawn from. So q is cut off
+behind the head's best tokens, its candidates, and by the request's own top-k and top-p: what a head
+thinks of other tokens is seldom what the target does.
+
+It is exact only if nothing but chance decided which drafts are there. A cut by number is harmless;
+where drafts are left out because of their tokens (grammars), fixed drafts must be used.
 """
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+from vllm.sampling_params import SamplingParams, SamplingType
 
 from vllm_medusa.acceptance import NO_TOKEN
 
+NUM_CANDIDATES = 128
 
-class DrawnTree(NamedTuple):
-    """What the drafts of one request's tree were drawn from; P distributions over the draft
-    vocabulary of D tokens, the target's has V."""
+
+class DraftProbs(NamedTuple):
+    """What children are drawn from: a distribution over C candidates, best first."""
 
     probs: torch.Tensor
-    """float32 [P, D]."""
-    places: torch.Tensor
-    """int64 [1 + nodes]: for each row that has children which of ``probs`` they were drawn from."""
+    """float32 [..., C]."""
     token_ids: torch.Tensor
-    """int64 [D], ids in the target's vocabulary."""
-
-    def at(self, row: int, vocab_size: int) -> torch.Tensor:
-        """float32 [V]: the distribution of the children of a row."""
-        probs = self.probs[self.places[row]]
-        return probs.new_zeros(vocab_size).index_copy_(0, self.token_ids, probs)
+    """int64 [..., C], different ones; ids in the target's vocabulary."""
 
 
-def draw_distinct(
-    probs: torch.Tensor, number: int, generators: Mapping[int, torch.Generator]
-) -> torch.Tensor:
-    """Draw tokens without replacement, in the order in which they are drawn.
+class DraftSampling(NamedTuple):
+    """How B requests sample, as far as their drafts are concerned."""
+
+    temperature: torch.Tensor
+    """float32 [B]; 0 counts as 1: whoever asks leaves such requests out of account."""
+    top_k: torch.Tensor
+    """integers [B]; the size of the vocabulary: all."""
+    top_p: torch.Tensor
+    """float32 [B]."""
+
+
+def draws_drafts(method: str, params: SamplingParams) -> bool:
+    """Whether a request's drafts are drawn from the heads.
+
+    Args:
+        method: the configuration's ``draft_sample_method``.
+        params: of the request.
+    """
+    return (
+        method == "probabilistic"
+        and params.sampling_type != SamplingType.GREEDY
+        # A grammar leaves drafts out because of their tokens.
+        and params.structured_outputs is None
+    )
+
+
+def draft_probs(logits: torch.Tensor, sampling: DraftSampling) -> torch.Tensor:
+    """The distribution that a head's best tokens are drawn from, float32 [B, P, C].
+
+    Args:
+        logits: [B, P, C], those of the candidates, best first.
+        sampling: of the B requests.
+    """
+    temperature, top_k, top_p = (values[:, None, None] for values in sampling)
+    probs = (logits.float() / torch.where(temperature > 0, temperature, 1.0)).softmax(dim=-1)
+    ranks = torch.arange(probs.shape[-1], device=probs.device)
+    # The best token always stays, as everywhere in vLLM.
+    is_in = (ranks < top_k) & (probs.cumsum(dim=-1) - probs < top_p) | (ranks == 0)
+    probs = probs * is_in
+    return probs / probs.sum(dim=-1, keepdim=True)
+
+
+def draw_distinct(probs: torch.Tensor, number: int, noise: torch.Tensor) -> torch.Tensor:
+    """Draw without replacement, in the order in which they are drawn.
 
     The largest of p / e, with e exponential noise, is a draw from p, the next one a draw from what
     is left, and so on (Gumbel top-k: Kool et al., arXiv 1903.06059).
 
     Args:
-        probs: float32 [B, ..., D], need not be normalised.
+        probs: float32 [..., C], need not be normalised.
         number: how many.
-        generators: those of requests (0 to B - 1) that have one of their own.
+        noise: float32 [..., C], exponential.
 
     Returns:
-        int64 [B, ..., number]. Behind the last token of positive probability come others.
+        Columns, int64 [..., number]. Behind the last one of positive probability come others.
     """
-    noise = torch.empty_like(probs).exponential_()
-    for request, generator in generators.items():
-        noise[request].exponential_(generator=generator)
     # Not 0, by which 0 / 0 would come out largest.
-    return (probs / noise.clamp_(min=torch.finfo(noise.dtype).tiny)).topk(number, dim=-1).indices
+    return (probs / noise.clamp(min=torch.finfo(noise.dtype).tiny)).topk(number, dim=-1).indices
 
 
-def accept_drawn(
-    target: torch.Tensor,
-    draft: torch.Tensor,
-    children: torch.Tensor,
-    generators: Mapping[int, torch.Generator],
-) -> torch.Tensor:
-    """Draw a token from the target at R rows, by way of their children.
+def try_children(
+    target: torch.Tensor, draft: DraftProbs, children: torch.Tensor, chances: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Try the children of R rows.
 
     Args:
         target: float32 [R, V], the target's distribution p at each row.
-        draft: float32 [R, V], the distribution q that the row's children were drawn from.
+        draft: of shape [R, C], the distribution q that the row's children were drawn from.
         children: int64 [R, N], their tokens in the order in which they were drawn, in any columns;
             ``NO_TOKEN`` elsewhere.
-        generators: those of rows (0 to R - 1) whose requests have one of their own.
+        chances: float32 [R, N], uniform in [0, 1).
 
     Returns:
-        int64 [R]: the first child that was accepted, else a token drawn from what was left of p.
+        int64 [R], the first child that was accepted, else ``NO_TOKEN``; and what is left of p, to
+        draw a token from in that case, float32 [R, V].
     """
-    chances = torch.rand(children.shape, device=target.device)
-    for row, generator in generators.items():
-        chances[row] = torch.rand(chances.shape[1], generator=generator, device=target.device)
-    accepted = torch.full_like(target[:, 0], NO_TOKEN, dtype=torch.int64)
+    q, ids = draft
+    # p at the candidates, and elsewhere, where it is only ever scaled.
+    p, elsewhere = target.gather(1, ids), target.scatter(1, ids, 0)
+    share_elsewhere = elsewhere.sum(dim=1)
+    scale = torch.ones_like(share_elsewhere)
+    accepted = torch.full_like(ids[:, 0], NO_TOKEN)
     for column in range(children.shape[1]):
         token = children[:, column]
-        is_tried = (token != NO_TOKEN) & (accepted == NO_TOKEN)
-        if not is_tried.any():
-            continue
-        place = token.clamp(min=0)[:, None]
-        p, q = target.gather(1, place)[:, 0], draft.gather(1, place)[:, 0]
+        here = ids == token[:, None]
+        p_child, q_child = (p * here).sum(dim=1), (q * here).sum(dim=1)
         # Where all that q allows has been drawn, the next child was not drawn from it: no child.
-        is_tried &= q > 0
-        passes = is_tried & (chances[:, column] * q < p)
+        is_tried = (accepted == NO_TOKEN) & (q_child > 0)
+        passes = is_tried & (chances[:, column] * q_child < p_child)
         accepted = torch.where(passes, token, accepted)
-        fails = (is_tried & ~passes)[:, None]
-        target = torch.where(fails, _normalised((target - draft).clamp(min=0), target), target)
-        draft = torch.where(fails, _normalised(draft.scatter(1, place, 0), draft * 0), draft)
-    drawn = draw_distinct(target, 1, generators)[:, 0]
-    return torch.where(accepted == NO_TOKEN, drawn, accepted)
+        left = (p - q).clamp(min=0)
+        total = left.sum(dim=1) + share_elsewhere * scale
+        # Nothing is left where p = q, but for rounding; p stays.
+        shrinks = is_tried & ~passes & (total > 0)
+        p = torch.where(shrinks[:, None], left / total[:, None], p)
+        scale = torch.where(shrinks, scale / total, scale)
+        q = _without(q, here & is_tried[:, None])
+    return accepted, (elsewhere * scale[:, None]).scatter(1, ids, p)
 
 
-def _normalised(weights: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
-    """Rows that sum to 1; where nothing is left (p = q, but for rounding), those of another
-    tensor."""
-    total = weights.sum(dim=1, keepdim=True)
-    return torch.where(
-        total > 0, weights / total.clamp(min=torch.finfo(total.dtype).tiny), otherwise
-    )
+def _without(q: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+    """The distribution that is left when some columns are taken out; zeros where nothing is."""
+    q = q.masked_fill(taken, 0)
+    return q / q.sum(dim=1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
+
+
+def exponential(
+    shape: tuple[int, ...], generators: Mapping[int, torch.Generator], device: torch.device
+) -> torch.Tensor:
+    """Exponential noise, float32 [B, ...]; ``generators``: of requests (0 to B - 1) that have one
+    of their own."""
+    noise = torch.empty(shape, device=device).exponential_()
+    for request, generator in generators.items():
+        noise[request].exponential_(generator=generator)
+    return noise
+
+
+def uniform(
+    shape: tuple[int, ...], generators: Mapping[int, torch.Generator], device: torch.device
+) -> torch.Tensor:
+    """Likewise, uniform in [0, 1)."""
+    noise = torch.rand(shape, device=device)
+    for request, generator in generators.items():
+        noise[request].uniform_(generator=generator)
+    return noise

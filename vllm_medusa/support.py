@@ -171,7 +171,6 @@ def _engine_problems(config: VllmConfig) -> Iterator[str]:
         )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "context parallelism"
-    yield from _acceptance_problems(config)
     yield from _executor_problems(parallel)
     if parallel.worker_cls not in (*WORKERS, *WORKERS.values()):
         yield f"worker class {parallel.worker_cls}: medusa needs its own, leave --worker-cls out"
@@ -191,26 +190,6 @@ def _engine_problems(config: VllmConfig) -> Iterator[str]:
     for feature, is_on in off.items():
         if is_on:
             yield f"{feature}: not supported, leave it out"
-
-
-def _acceptance_problems(config: VllmConfig) -> Iterator[str]:
-    speculation = config.speculative_config
-    rule, drafts = speculation.rejection_sample_method, speculation.draft_sample_method
-    if config.use_v2_model_runner and rule != "standard":
-        yield (
-            f"rejection_sample_method {rule!r} on the V2 model runner: leave it out, requests are "
-            "then served exactly"
-        )
-    if config.use_v2_model_runner and drafts != "greedy":
-        yield (
-            f"draft_sample_method {drafts!r} on the V2 model runner: leave it out, drafts are then "
-            "the heads' best tokens"
-        )
-    if config.parallel_config.tensor_parallel_size > 1 and drafts != "greedy":
-        yield (
-            f"draft_sample_method {drafts!r} with tensor parallelism, where no rank knows the "
-            "heads' whole distribution: leave it out"
-        )
 
 
 def _executor_problems(parallel: ParallelConfig) -> Iterator[str]:

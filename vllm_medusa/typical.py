@@ -23,20 +23,27 @@ So
 What is given up is a longer path below a less likely child.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from vllm_medusa.acceptance import NO_TOKEN
 
-POSTERIOR_THRESHOLD = 0.09
-POSTERIOR_ALPHA = 0.3
+
+class TypicalBars(NamedTuple):
+    """The bar that a draft's probability has to pass; the paper's numbers."""
+
+    threshold: float = 0.09
+    """``posterior_threshold``, the highest bar, a probability."""
+    alpha: float = 0.3
+    """``posterior_alpha``, share of exp(-entropy) that is the bar where it is lower."""
 
 
 def typical_tokens(
     probs: torch.Tensor,
     children: torch.Tensor,
     drawn: torch.Tensor,
-    posterior_threshold: float,
-    posterior_alpha: float,
+    bars: TypicalBars,
 ) -> torch.Tensor:
     """What the walk goes on with at R rows.
 
@@ -44,15 +51,14 @@ def typical_tokens(
         probs: float32 [R, V], the target's distribution at each row.
         children: int64 [R, N], tokens of the row's children in any columns, else ``NO_TOKEN``.
         drawn: int64 [R], a token drawn from ``probs``.
-        posterior_threshold: the highest bar, a probability.
-        posterior_alpha: share of exp(-entropy) that is the bar where it is lower.
+        bars: what a child has to pass.
 
     Returns:
         int64 [R]: the drawn token, or a typical child.
     """
     is_child = children != NO_TOKEN
     entropy = torch.special.entr(probs).sum(dim=1, keepdim=True)
-    bar = (posterior_alpha * torch.exp(-entropy)).clamp(max=posterior_threshold)
+    bar = (bars.alpha * torch.exp(-entropy)).clamp(max=bars.threshold)
     chances = probs.gather(1, children.clamp(min=0)).masked_fill(~is_child, 0)
     best, column = chances.max(dim=1)
     likeliest = children.gather(1, column[:, None])[:, 0]

@@ -11,6 +11,7 @@ from tests.integration.distribution import LIVELY, PROMPT
 from tests.integration.generation import (
     SMALL_BUSHY,
     continuations,
+    fewer,
     generate,
     make_prompts,
     medusa,
@@ -20,9 +21,10 @@ from tests.integration.generation import (
 from tests.integration.oracle import Oracle, oracle_drafts
 from tests.integration.tiny import VOCAB, add_tokenizer
 from tests.integration.watch import watching
+from tests.triton_interpreter import ENABLED as INTERPRETED
 from vllm_medusa.drafter import MedusaDrafter
-from vllm_medusa.runner import draft_sampler
-from vllm_medusa.typical import POSTERIOR_ALPHA, POSTERIOR_THRESHOLD
+from vllm_medusa.runner import draft_rules, draft_sampler
+from vllm_medusa.typical import TypicalBars
 
 DEPTH = max(map(len, SMALL_BUSHY))
 TYPICAL = {"rejection_sample_method": "typical"}
@@ -43,12 +45,13 @@ def test_what_is_certain_stays(engines):
 
 
 def test_a_wrong_rule_is_found(engines, monkeypatch):
-    def anything_goes(probs, children, drawn, *bars):
+    def anything_goes(probs, children, drawn, bars):
         """Some child is taken, however unlikely."""
         child = children.amax(dim=1)
         return torch.where(child >= 0, child, drawn)
 
-    monkeypatch.setattr(draft_sampler, "typical_tokens", anything_goes)
+    for module in (draft_sampler, draft_rules):
+        monkeypatch.setattr(module, "typical_tokens", anything_goes)
     expected, outputs, _ = generate_certain(*engines)
     differ = differences(expected, outputs)
     assert all(own["temperature"] for own in differ)  # greedy requests ask no rule
@@ -87,29 +90,28 @@ def mean_length(llm, monkeypatch):
     def propose(self, hidden_states, roots, num_nodes):
         return drafts[:num_nodes].expand(hidden_states.shape[0], num_nodes)
 
-    torch.manual_seed(1)
+    number = fewer(64)
+    each = [{"seed": seed} for seed in range(number)]
     with monkeypatch.context() as patch, watching() as watch:
         patch.setattr(MedusaDrafter, "propose", propose)
-        outputs = generate(llm, [PROMPT] * 64, temperature=1.0, max_tokens=64)
+        outputs = generate(llm, [PROMPT] * number, each, temperature=1.0, max_tokens=fewer(64))
     steps = sum(watch.lengths.values())
-    return sum(length * count for length, count in watch.lengths.items()) / steps, outputs
+    return sum(length * count for length, count in watch.lengths.items()) / steps, tokens(outputs)
 
 
 def test_paths_get_longer(models, heads, module_engine, monkeypatch):
     small = models("llama", **LIVELY)
     options = {"max_num_seqs": 64, "block_size": 32}
     exact_engine = module_engine(small, **medusa(heads(3), TREE), **options)
-    exact, _ = mean_length(exact_engine, monkeypatch)
+    exact, exact_texts = mean_length(exact_engine, monkeypatch)
     lossy_engine = module_engine(small, **medusa(heads(3), TREE, **TYPICAL), **options)
-    lossy, outputs = mean_length(lossy_engine, monkeypatch)
+    lossy, lossy_texts = mean_length(lossy_engine, monkeypatch)
     print(f"accepted per step: exact {exact:.2f}, typical {lossy:.2f}")
     assert lossy > 1.5 * exact
-    sampler = runner_of(lossy_engine).draft_sampler
-    assert sampler.posterior_threshold == POSTERIOR_THRESHOLD
-    assert sampler.posterior_alpha == POSTERIOR_ALPHA
+    assert lossy_texts != exact_texts
+    runner = runner_of(lossy_engine)
+    rule = runner.rejection_sampler.rule if INTERPRETED else runner.draft_sampler
+    assert rule.bars == TypicalBars()
     # With a bar of 1 nothing is typical, and what remains is the exact rule.
-    monkeypatch.setattr(sampler, "posterior_threshold", 1.0)
-    monkeypatch.setattr(sampler, "posterior_alpha", 1e9)
-    as_exact, same = mean_length(lossy_engine, monkeypatch)
-    assert as_exact == exact
-    assert tokens(same) != tokens(outputs)
+    monkeypatch.setattr(rule, "bars", TypicalBars(1.0, 1e9))
+    assert mean_length(lossy_engine, monkeypatch) == (exact, exact_texts)

@@ -8,7 +8,15 @@ import torch
 from tests.integration.distribution import chance_of
 from vllm_medusa import sampled_drafts
 from vllm_medusa.acceptance import NO_TOKEN
-from vllm_medusa.sampled_drafts import DrawnTree, accept_drawn, draw_distinct
+from vllm_medusa.sampled_drafts import (
+    DraftProbs,
+    DraftSampling,
+    draft_probs,
+    draw_distinct,
+    exponential,
+    try_children,
+    uniform,
+)
 
 NUM_DRAWS = 300_000
 
@@ -75,6 +83,25 @@ def many(probs):
     return torch.tensor(probs).expand(NUM_DRAWS, -1)
 
 
+def draw(probs, number, generators=None):
+    """Columns that are drawn without replacement from rows of ``probs``."""
+    noise = exponential(tuple(probs.shape), generators or {}, probs.device)
+    return sampled_drafts.draw_distinct(probs, number, noise)
+
+
+def accept(target, draft, children, generators=None):
+    """The tokens that come out where children are tried; candidates are the tokens that the draft
+    allows, best first, and maybe others."""
+    order = draft.argsort(dim=1, descending=True)
+    candidates = DraftProbs(draft.gather(1, order), order)
+    if (draft[0] == 0).any():
+        size = int((draft[0] > 0).sum())
+        candidates = DraftProbs(*(values[:, :size] for values in candidates))
+    chances = uniform(tuple(children.shape), generators or {}, target.device)
+    accepted, left = try_children(target, candidates, children, chances)
+    return torch.where(accepted == NO_TOKEN, draw(left, 1, generators)[:, 0], accepted)
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_given_children(name):
     """Each order of children by itself: what comes out is what the written rule says."""
@@ -85,7 +112,7 @@ def test_given_children(name):
         columns = [NO_TOKEN, *children[:1], NO_TOKEN, *children[1:]]
         drafts = torch.tensor(columns).expand(NUM_DRAWS // 4, -1)
         size = NUM_DRAWS // 4
-        tokens = accept_drawn(many(target)[:size], many(draft)[:size], drafts, {})
+        tokens = accept(many(target)[:size], many(draft)[:size], drafts)
         assert chance_of_tokens(tokens, by_the_rule(target, draft, children)) > 1e-5, children
 
 
@@ -93,7 +120,7 @@ def test_given_children(name):
 def test_draws_are_without_replacement(number):
     torch.manual_seed(1)
     draft = [0.5, 0.2, 0.0, 0.2, 0.1]
-    drawn = draw_distinct(many(draft), number, {})
+    drawn = draw(many(draft), number)
     assert (drawn != 2).all()  # never drawn while others are left
     codes = (drawn * 5 ** torch.arange(number)).sum(dim=1)
     expected = torch.zeros(5**number, dtype=torch.float64)
@@ -106,8 +133,8 @@ def come_out(name, number):
     """The chance of what comes out when children are drawn and tried."""
     torch.manual_seed(2)
     target, draft = PAIRS[name]
-    children = sampled_drafts.draw_distinct(many(draft), number, {})
-    return chance_of_tokens(accept_drawn(many(target), many(draft), children, {}), target)
+    children = draw(many(draft), number)
+    return chance_of_tokens(accept(many(target), many(draft), children), target)
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -117,21 +144,24 @@ def test_what_comes_out_is_the_target(name, number):
 
 
 @pytest.mark.parametrize("number", [1, 2])
-@pytest.mark.parametrize("rule", ["no residual", "not normalised", "tried backwards"])
+@pytest.mark.parametrize("rule", ["nothing taken out", "not normalised", "tried backwards"])
 def test_broken_rules_are_found(rule, number, monkeypatch):
-    if rule == "no residual":
-        monkeypatch.setattr(sampled_drafts, "_normalised", lambda weights, otherwise: otherwise)
+    if rule == "nothing taken out":
+        monkeypatch.setattr(sampled_drafts, "_without", lambda q, taken: q)
     elif rule == "not normalised":
-        monkeypatch.setattr(sampled_drafts, "_normalised", lambda weights, otherwise: weights)
+
+        def taken_out(q, taken):
+            return q.masked_fill(taken, 0)
+
+        monkeypatch.setattr(sampled_drafts, "_without", taken_out)
     else:
 
         def backwards(*arguments):
             return draw_distinct(*arguments).flip(-1)
 
         monkeypatch.setattr(sampled_drafts, "draw_distinct", backwards)
-    # One child has no order, and is tried before anything is normalised.
-    is_broken = number == 2 or rule == "no residual"
-    assert (come_out("near", number) < 1e-6) == is_broken
+    # One child has no order, and is tried before anything is taken out.
+    assert (come_out("near", number) < 1e-6) == (number == 2)
 
 
 def test_a_child_that_was_not_drawn_is_none():
@@ -139,8 +169,20 @@ def test_a_child_that_was_not_drawn_is_none():
     torch.manual_seed(3)
     children = torch.tensor([0, 1, 4, 3]).expand(NUM_DRAWS, -1)
     target, draft = PAIRS["never drafted"]
-    tokens = accept_drawn(many(target), many(draft), children, {})
+    tokens = accept(many(target), many(draft), children)
     assert chance_of_tokens(tokens, by_the_rule(target, draft, [0, 1])) > 1e-4
+
+
+def test_nothing_left():
+    """Where the target is the draft, a child is accepted; if rounding has it that it is not, what
+    the target rules out stays ruled out."""
+    probs = torch.tensor([[0.7, 0.3, 0.0, 0.0]])
+    draft = DraftProbs(probs[:, :2] * (1 + 1e-6), torch.tensor([[0, 1]]))
+    just_below_one = torch.tensor([[1 - 2**-24, 1 - 2**-24]])
+    accepted, left = try_children(probs, draft, torch.tensor([[0, 1]]), just_below_one)
+    assert accepted.tolist() == [NO_TOKEN]
+    assert left[0, 2:].tolist() == [0, 0]
+    assert left[0, :2].sum() > 0
 
 
 def test_own_generators():
@@ -150,8 +192,8 @@ def test_own_generators():
     def once(seed):
         torch.manual_seed(seed)
         generators = {1: torch.Generator().manual_seed(5)}
-        drawn = [draw_distinct(probs, 2, generators)[1] for _ in range(20)]
-        tokens = [accept_drawn(probs.flip(1), probs, children, generators)[1] for _ in range(20)]
+        drawn = [draw(probs, 2, generators)[1] for _ in range(20)]
+        tokens = [accept(probs.flip(1), probs, children, generators)[1] for _ in range(20)]
         return torch.stack(drawn), torch.stack(tokens)
 
     for here, there in zip(once(0), once(1), strict=True):
@@ -159,9 +201,16 @@ def test_own_generators():
         assert len(here.unique(dim=0)) > 1
 
 
-def test_the_distribution_of_a_rows_children():
-    tree = DrawnTree(
-        torch.tensor([[0.25, 0.75], [0.5, 0.5]]), torch.tensor([0, 1, 0]), torch.tensor([3, 1])
+def test_what_drafts_are_drawn_from():
+    logits = torch.tensor([[[3.0, 2.0, 1.0, 0.0]]]).expand(4, 1, 4)
+    sampling = DraftSampling(
+        temperature=torch.tensor([2.0, 1.0, 1.0, 0.0]),
+        top_k=torch.tensor([99, 2, 99, 1]),
+        top_p=torch.tensor([1.0, 1.0, 0.7, 0.0]),
     )
-    assert tree.at(0, 5).tolist() == [0, 0.75, 0, 0.25, 0]
-    assert tree.at(1, 5).tolist() == [0, 0.5, 0, 0.5, 0]
+    hot, top_2, top_p, one = draft_probs(logits, sampling)[:, 0]
+    assert torch.allclose(hot, torch.tensor([1.5, 1.0, 0.5, 0.0]).softmax(dim=0))
+    # Chances of 0.644, 0.237, ...: 0.7 is reached with the second.
+    for cut in (top_2, top_p):
+        assert torch.allclose(cut, torch.tensor([3.0, 2.0, -torch.inf, -torch.inf]).softmax(dim=0))
+    assert one.tolist() == [1, 0, 0, 0]

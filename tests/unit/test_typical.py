@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from vllm_medusa import typical
 from vllm_medusa.acceptance import NO_TOKEN
-from vllm_medusa.typical import typical_tokens
+from vllm_medusa.typical import TypicalBars, typical_tokens
 
 VOCAB = 6
 
@@ -50,7 +50,7 @@ def test_rule(row):
     if ties_with_the_bar(chances, bars):
         return
     found = typical_tokens(
-        torch.tensor([chances]), torch.tensor([children]), torch.tensor([drawn]), *bars
+        torch.tensor([chances]), torch.tensor([children]), torch.tensor([drawn]), TypicalBars(*bars)
     )
     assert int(found) in paper(*row)
     assert chances[int(found)] > 0
@@ -61,9 +61,9 @@ def test_rows_do_not_mix():
     children = torch.tensor([[NO_TOKEN, 1], [3, NO_TOKEN]])
     drawn = torch.tensor([0, 2])
     # exp(-entropy) is 0.41 and 0.25: 1 is typical at the first row, 3 with a lower bar only.
-    assert typical_tokens(probs, children, drawn, 0.09, 0.3).tolist() == [1, 3]
-    assert typical_tokens(probs, children, drawn, 0.28, 1.0).tolist() == [1, 2]
-    assert typical_tokens(probs, children, drawn, 0.9, 1.0).tolist() == [0, 2]
+    assert typical_tokens(probs, children, drawn, TypicalBars(0.09, 0.3)).tolist() == [1, 3]
+    assert typical_tokens(probs, children, drawn, TypicalBars(0.28, 1.0)).tolist() == [1, 2]
+    assert typical_tokens(probs, children, drawn, TypicalBars(0.9, 1.0)).tolist() == [0, 2]
 
 
 @pytest.mark.parametrize("entropy", ["in bits", "left out"])

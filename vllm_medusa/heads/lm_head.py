@@ -39,14 +39,16 @@ class DraftLMHead(nn.Module):
             return self.logits(states.flatten(0, 1), 0).unflatten(0, states.shape[:2])
         return torch.stack([self.logits(state, head) for head, state in enumerate(states)])
 
-    def best_tokens(self, logits: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """The best tokens by logits, best first: [..., V] -> token ids, int64 [..., num_tokens]."""
-        # Only the order counts, so the heads' logit_scale (positive) is left out.
+    def best_tokens(
+        self, logits: torch.Tensor, num_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best tokens by logits, best first: [..., V] -> logits, [..., num_tokens], and token
+        ids, int64 [..., num_tokens]."""
         values, columns = logits.topk(min(num_tokens, self.num_local_tokens), dim=-1)
         tokens = self.token_ids[columns]
         if get_tensor_model_parallel_world_size() > 1:
-            tokens = _merge_ranks(values, tokens, num_tokens)
-        return tokens
+            values, tokens = _merge_ranks(values, tokens, num_tokens)
+        return values, tokens
 
 
 class Projection(nn.Module):
@@ -123,8 +125,10 @@ def shared_lm_head(
     return Projection(lm_head.weight.data[rows].contiguous()), mine
 
 
-def _merge_ranks(values: torch.Tensor, tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """The best tokens over all ranks, from each rank's best.
+def _merge_ranks(
+    values: torch.Tensor, tokens: torch.Tensor, num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best tokens over all ranks, and their logits, from each rank's best.
 
     One collective of 2 x num_tokens numbers per row and rank. Token ids travel as float32, which
     holds whole numbers up to 2**24, because vLLM's CPU collective takes no integers.
@@ -134,5 +138,5 @@ def _merge_ranks(values: torch.Tensor, tokens: torch.Tensor, num_tokens: int) ->
     tokens = nn.functional.pad(tokens.float(), (0, missing))
     gathered = tensor_model_parallel_all_gather(torch.cat([values, tokens], dim=-1))
     values, tokens = gathered.unflatten(-1, (-1, 2, num_tokens)).unbind(dim=-2)
-    best = values.flatten(-2).topk(num_tokens, dim=-1).indices
-    return tokens.flatten(-2).gather(-1, best).long()
+    values, best = values.flatten(-2).topk(num_tokens, dim=-1)
+    return values, tokens.flatten(-2).gather(-1, best).long()

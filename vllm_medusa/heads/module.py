@@ -114,7 +114,7 @@ class MedusaHeads(nn.Module):
 
     def top_tokens(
         self, hidden_states: torch.Tensor, num_heads: int, num_tokens: int
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The best tokens of the first plain heads, best first.
 
         Args:
@@ -123,20 +123,15 @@ class MedusaHeads(nn.Module):
             num_tokens: how many tokens per head.
 
         Returns:
-            Token ids of the target's vocabulary, int64 [num_heads, B, num_tokens].
+            Their logits, without the heads' ``logit_scale``, and their ids in the target's
+            vocabulary (int64), [num_heads, B, num_tokens] each.
         """
-        return self.lm_head.best_tokens(self.logits(hidden_states, num_heads), num_tokens)
-
-    def logits(self, hidden_states: torch.Tensor, num_heads: int) -> torch.Tensor:
-        """Logits of the first plain heads, without the heads' ``logit_scale``.
-
-        [B, hidden] -> [num_heads, B, this rank's part of the draft vocabulary].
-        """
-        return self.lm_head.all_logits(self(hidden_states, num_heads))
+        logits = self.lm_head.all_logits(self(hidden_states, num_heads))
+        return self.lm_head.best_tokens(logits, num_tokens)
 
     def top_tokens_behind(
         self, hidden_states: torch.Tensor, paths: torch.Tensor, num_tokens: int
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The best tokens of one sequential head behind each of several paths, best first.
 
         Args:
@@ -146,15 +141,8 @@ class MedusaHeads(nn.Module):
             num_tokens: how many tokens per path.
 
         Returns:
-            Token ids of the target's vocabulary, int64 [B, P, num_tokens].
-        """
-        return self.lm_head.best_tokens(self.logits_behind(hidden_states, paths), num_tokens)
-
-    def logits_behind(self, hidden_states: torch.Tensor, paths: torch.Tensor) -> torch.Tensor:
-        """Logits of one sequential head behind paths, as ``top_tokens_behind`` takes them; without
-        the heads' ``logit_scale``.
-
-        [B, hidden] and [B, P, k] -> [B, P, this rank's part of the draft vocabulary].
+            Their logits, without the heads' ``logit_scale``, and their ids in the target's
+            vocabulary (int64), [B, P, num_tokens] each.
         """
         batch, num_paths, number = paths.shape
         embeddings = self._target[0].embed_input_ids(paths.flatten()).view(batch, num_paths, -1)
@@ -164,7 +152,7 @@ class MedusaHeads(nn.Module):
         for block in more:
             states = states + nn.functional.silu(block(states))
         logits = self.lm_head.logits(states.flatten(0, 1), number - 1)
-        return logits.view(batch, num_paths, -1)
+        return self.lm_head.best_tokens(logits.view(batch, num_paths, -1), num_tokens)
 
 
 def _ids_of_rows(token_map: torch.Tensor | None, rows: slice) -> torch.Tensor:

@@ -12,8 +12,15 @@ import torch
 from torch import nn
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from vllm_medusa.sampled_drafts import accept_drawn
-from vllm_medusa.typical import typical_tokens
+from vllm_medusa.acceptance import NO_TOKEN
+from vllm_medusa.sampled_drafts import (
+    DraftProbs,
+    draw_distinct,
+    exponential,
+    try_children,
+    uniform,
+)
+from vllm_medusa.typical import TypicalBars, typical_tokens
 
 
 class DraftSampler(nn.Module):
@@ -22,7 +29,7 @@ class DraftSampler(nn.Module):
     Attributes:
         children: int64 [B, N], tokens of the children of the rows that are drawn at next, else
             ``NO_TOKEN``; None: the rows have none.
-        draft_probs: what these were drawn from, float32 [V], by place in the batch; of requests
+        draft_probs: what these were drawn from, of shape [C], by place in the batch; of requests
             whose drafts were drawn, and that are still on their way.
     """
 
@@ -31,7 +38,7 @@ class DraftSampler(nn.Module):
         super().__init__()
         self.stock = stock
         self.children: torch.Tensor | None = None
-        self.draft_probs: Mapping[int, torch.Tensor] = {}
+        self.draft_probs: Mapping[int, DraftProbs] = {}
 
     def forward(
         self,
@@ -66,10 +73,9 @@ class DraftSampler(nn.Module):
 class TypicalSampler(DraftSampler):
     """May take a typical child in the place of the drawn token (``typical.py``)."""
 
-    def __init__(self, stock: nn.Module, posterior_threshold: float, posterior_alpha: float):
+    def __init__(self, stock: nn.Module, bars: TypicalBars) -> None:
         super().__init__(stock)
-        self.posterior_threshold = posterior_threshold
-        self.posterior_alpha = posterior_alpha
+        self.bars = bars
 
     def choose(
         self,
@@ -78,9 +84,7 @@ class TypicalSampler(DraftSampler):
         children: torch.Tensor,
         generators: dict[int, torch.Generator],
     ) -> torch.Tensor:
-        return typical_tokens(
-            logits.softmax(dim=-1), children, drawn, self.posterior_threshold, self.posterior_alpha
-        )
+        return typical_tokens(logits.softmax(dim=-1), children, drawn, self.bars)
 
 
 class DrawnDraftsSampler(DraftSampler):
@@ -94,18 +98,24 @@ class DrawnDraftsSampler(DraftSampler):
         generators: dict[int, torch.Generator],
     ) -> torch.Tensor:
         requests = list(self.draft_probs)
-        if requests:
-            own = {row: generators[i] for row, i in enumerate(requests) if i in generators}
-            draft = torch.stack(list(self.draft_probs.values()))
-            target = logits[requests].softmax(dim=-1)
-            drawn[requests] = accept_drawn(target, draft, children[requests], own)
+        if not requests:
+            return drawn
+        own = {row: generators[i] for row, i in enumerate(requests) if i in generators}
+        draft = DraftProbs(*map(torch.stack, zip(*self.draft_probs.values(), strict=True)))
+        target = logits[requests].softmax(dim=-1)
+        children = children[requests]
+        chances = uniform(tuple(children.shape), own, logits.device)
+        accepted, left = try_children(target, draft, children, chances)
+        noise = exponential(tuple(left.shape), own, logits.device)
+        rest = draw_distinct(left, 1, noise)[:, 0]
+        drawn[requests] = torch.where(accepted == NO_TOKEN, rest, accepted)
         return drawn
 
 
 def build_draft_sampler(config: Any, stock: nn.Module) -> DraftSampler | None:
     """The sampler that a ``MedusaSpeculativeConfig`` asks for; None: vLLM's own."""
     if config.rejection_sample_method == "typical":
-        return TypicalSampler(stock, config.posterior_threshold, config.posterior_alpha)
+        return TypicalSampler(stock, config.typical_bars)
     if config.draft_sample_method == "probabilistic":
         return DrawnDraftsSampler(stock)
     return None

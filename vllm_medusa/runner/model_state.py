@@ -27,6 +27,7 @@ from vllm_medusa.acceptance import AcceptedPaths
 from vllm_medusa.acceptance_kernel import walk_drawn_tokens
 from vllm_medusa.bank import TreeBank
 from vllm_medusa.runner.tree_sampler import TreeSampler
+from vllm_medusa.sampled_drafts import DraftProbs, draws_drafts
 from vllm_medusa.tree import TokenTree
 
 BUILT_IN_RULES = (LogitBiasState, PenaltiesState, BadWordsState)
@@ -52,13 +53,17 @@ class TreeModelState(ModelState):
         last_rows: int64 [max_num_reqs], by place in the batch: row where the newest token was
             drawn, counted from the request's first row of logits.
         num_steps: depth of the deepest tree, and one.
+        draws_drafts: bool [max_num_reqs], by slot, on the host: drafts are drawn from the heads.
+        has_drawn: likewise: and the newest ones were.
+        drawn_from: what they were drawn from, by slot and row, [max_num_reqs, rows, candidates].
     """
 
     def __init__(
         self, vllm_config: VllmConfig, model: nn.Module, encoder_cache: Any, device: torch.device
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
-        tree: TokenTree = vllm_config.speculative_config.token_tree
+        self.config = vllm_config.speculative_config
+        tree: TokenTree = self.config.token_tree
         size = self.max_num_reqs
         self.bank = TreeBank([tree], device)
         self.num_steps = tree.depth + 1
@@ -66,6 +71,9 @@ class TreeModelState(ModelState):
         self.tree_index = torch.zeros(size, dtype=torch.int32, device=device)
         self.last_rows = torch.zeros(size, dtype=torch.int64, device=device)
         self.looks_back = np.zeros(size, dtype=bool)
+        self.draws_drafts = np.zeros(size, dtype=bool)
+        self.has_drawn = np.zeros(size, dtype=bool)
+        self.drawn_from: DraftProbs | None = None
         self.has_custom_rules = False
         self.slots: torch.Tensor | None = None
         self.mover: Any = None
@@ -79,6 +87,8 @@ class TreeModelState(ModelState):
             or bool(params.bad_words_token_ids)
             or params.thinking_token_budget is not None
         )
+        self.draws_drafts[req_index] = draws_drafts(self.config.draft_sample_method, params)
+        self.has_drawn[req_index] = False
 
     # -- before the forward pass -------------------------------------------------------------------
 
@@ -150,7 +160,18 @@ class TreeModelState(ModelState):
         self.has_custom_rules = not all(
             isinstance(processor, BUILT_IN_RULES) for processor in sampler.logits_processors
         )
+        self.sampling_states = sampler.sampling_states
         return sampler, TreeSampler(sampler, self)
+
+    def keep_drawn_from(self, num_candidates: int) -> None:
+        """Have room for what drafts are drawn from, if they are."""
+        if self.config.draft_sample_method == "greedy":
+            return
+        shape = (self.max_num_reqs, 1 + len(self.config.token_tree), num_candidates)
+        self.drawn_from = DraftProbs(
+            torch.zeros(shape, device=self.device),
+            torch.zeros(shape, dtype=torch.int64, device=self.device),
+        )
 
     def warm_up(self) -> None:
         """Compile the walk before the first request needs it; vLLM's own warm-up takes the way of

@@ -1,5 +1,6 @@
 """Drafting on vLLM's V2 model runner: the heads as one of its speculators."""
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -7,11 +8,14 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_medusa.acceptance import NO_TOKEN
 from vllm_medusa.drafter import MedusaDrafter
+from vllm_medusa.keyed_noise import keyed_exponential
+from vllm_medusa.sampled_drafts import DraftSampling
 
 if TYPE_CHECKING:
     from vllm_medusa.runner.model_state import TreeModelState
@@ -42,6 +46,7 @@ class MedusaSpeculator(BaseSpeculator):
         """Load the heads for a loaded target."""
         self.drafter.load_model(target)
         self.state = state
+        state.keep_drawn_from(self.drafter.num_candidates)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Nothing to do: drafting is a few products, run without a graph."""
@@ -59,6 +64,9 @@ class MedusaSpeculator(BaseSpeculator):
         num_sampled: torch.Tensor,
         num_rejected: torch.Tensor,
         last_sampled: torch.Tensor,
+        next_prefill_tokens: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
         *unused: Any,
         num_speculative_tokens: int | None = None,
         **also_unused: Any,
@@ -70,16 +78,41 @@ class MedusaSpeculator(BaseSpeculator):
             int64 [B, nodes]; ``NO_TOKEN`` behind the first ``num_speculative_tokens``.
         """
         num_requests = input_batch.num_reqs
+        slots, slots_np = input_batch.idx_mapping, input_batch.idx_mapping_np
         drafts = last_sampled.new_full((num_requests, self.num_nodes), NO_TOKEN)
         num_nodes = self.num_nodes if num_speculative_tokens is None else num_speculative_tokens
-        if num_nodes:
-            # The last rows of a request are those with logits.
-            ends = input_batch.query_start_loc[1 : num_requests + 1]
-            rows = ends - input_batch.cu_num_logits[: num_requests + 1].diff()
-            if input_batch.num_draft_tokens:
-                rows = rows + self.state.last_rows[:num_requests]
-            roots = last_sampled[input_batch.idx_mapping, 0]
-            drafts[:, :num_nodes] = self.drafter.propose(
-                last_hidden_states[rows.long()], roots, num_nodes
+        is_drawing = self.state.draws_drafts[slots_np] & (num_nodes > 0)
+        self.state.has_drawn[slots_np] = is_drawing
+        if not num_nodes:
+            return drafts
+        # The last rows of a request are those with logits.
+        ends = input_batch.query_start_loc[1 : num_requests + 1]
+        rows = (ends - input_batch.cu_num_logits[: num_requests + 1].diff()).long()
+        if input_batch.num_draft_tokens:
+            rows = rows + self.state.last_rows[:num_requests]
+        states, roots = last_hidden_states[rows], last_sampled[slots, 0]
+        if not is_drawing.all():
+            drafts[:, :num_nodes] = self.drafter.propose(states, roots, num_nodes)
+        if is_drawing.any():
+            # For all requests: shapes then do not change with who draws.
+            sampling = DraftSampling(
+                temperature[slots],
+                self.state.sampling_states.top_k.gpu[slots],
+                self.state.sampling_states.top_p.gpu[slots],
             )
+            own_seeds, positions = seeds[slots], input_batch.positions[rows]
+
+            def noise(depth: int, shape: tuple[int, ...]) -> torch.Tensor:
+                return keyed_exponential(own_seeds, positions, depth, math.prod(shape[1:])).view(
+                    shape
+                )
+
+            drawn, drawn_from = self.drafter.propose_drawn(
+                states, roots, num_nodes, sampling, noise
+            )
+            is_drawing_gpu = async_tensor_h2d(is_drawing, device=drafts.device)[:, None]
+            drafts[:, :num_nodes] = torch.where(is_drawing_gpu, drawn, drafts[:, :num_nodes])
+            assert self.state.drawn_from is not None
+            for kept, new in zip(self.state.drawn_from, drawn_from, strict=True):
+                kept[slots, : 1 + num_nodes] = new
         return drafts

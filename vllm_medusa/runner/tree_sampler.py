@@ -25,6 +25,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logit
 from vllm_medusa.acceptance import NO_TOKEN, AcceptedPaths, walk
 from vllm_medusa.acceptance_kernel import walk_drawn_tokens
 from vllm_medusa.agreement import decide_once
+from vllm_medusa.runner.draft_rules import build_draft_rule
 
 if TYPE_CHECKING:
     from vllm_medusa.runner.model_state import TreeModelState
@@ -40,6 +41,7 @@ class TreeSampler:
         self.sampler = sampler
         self.state = state
         self.req_states = sampler.req_states
+        self.rule = build_draft_rule(sampler, state)
 
     def __call__(
         self,
@@ -53,7 +55,7 @@ class TreeSampler:
         Args:
             logits: [rows, V], of all requests' rows: root, then nodes.
             input_batch: vLLM's description of the step.
-            draft_logits: not used: the drafts are fixed before anything is drawn.
+            draft_logits: not used: what drafts were drawn from, if they were, the state keeps.
             invalid_drafts: bool [rows], nodes whose rows no grammar's mask was made for, because
                 the engine core did not know their tokens or their path breaks the grammar.
 
@@ -100,9 +102,11 @@ class TreeSampler:
         ``drafts``: integers [rows], the tokens of nodes at their rows; ``NO_TOKEN``: not valid.
         """
         index = batch.idx_mapping_np
+        self.rule.look_at(batch)
         # vLLM's sampler copies logits that it changes, and would have those of all rows at once.
         is_large = logits.shape[0] > get_max_chunk_logits(logits.shape[1])
-        if is_large and self.sampler.needs_logits_processing[index].any():
+        is_copied = self.sampler.needs_logits_processing[index].any()
+        if is_large and (is_copied or self.rule.applies_to is not None):
             processed = torch.empty_like(logits, dtype=torch.float32)
             everyone = np.arange(batch.num_reqs)
             return self._walk_by_depth(logits, drafts, batch, everyone, processed), processed
@@ -118,17 +122,25 @@ class TreeSampler:
         self, logits: torch.Tensor, drafts: torch.Tensor, batch: InputBatch
     ) -> tuple[AcceptedPaths, torch.Tensor]:
         """Draw at all rows, then walk."""
+        positions = batch.positions[batch.logits_indices]
         drawn, processed = self.sampler.sample(
             logits,
             batch.expanded_idx_mapping,
             batch.idx_mapping,
             batch.idx_mapping_np,
-            batch.positions[batch.logits_indices],
+            positions,
             batch.input_ids[batch.logits_indices],
             batch.expanded_local_pos,
             batch.seq_lens_cpu_upper_bound.numpy(),
             return_logprobs=self._wants_logprobs(batch),
         )
+        if self.rule.applies_to is not None:
+            slots, rows = batch.expanded_idx_mapping, batch.expanded_local_pos.long()
+            sizes = batch.cu_num_logits.diff()
+            sizes = torch.repeat_interleave(sizes, sizes, output_size=len(rows))
+            first_rows = torch.arange(len(rows), device=rows.device) - rows
+            children = self._children(drafts, slots, rows, first_rows, sizes)
+            drawn = self.rule.apply(drawn, processed, children, slots, rows, positions)
         paths = walk_drawn_tokens(
             drawn,
             drafts,
@@ -160,7 +172,7 @@ class TreeSampler:
         requests = async_tensor_h2d(requests_np, device=logits.device)
         index, index_np = batch.idx_mapping[requests], batch.idx_mapping_np[requests_np]
         first_rows = batch.cu_num_logits[requests].long()
-        num_nodes = batch.cu_num_logits[requests + 1] - first_rows - 1
+        sizes = batch.cu_num_logits[requests + 1] - first_rows
         positions = batch.positions[batch.logits_indices]
         tokens_read = batch.input_ids[batch.logits_indices]
         no_offset = torch.zeros_like(index, dtype=torch.int32)
@@ -168,8 +180,8 @@ class TreeSampler:
         wants_logprobs = self._wants_logprobs(batch)
         text = _TextAhead(self.sampler, index)
 
-        def draw(rows: torch.Tensor, active: torch.Tensor, step: int) -> torch.Tensor:
-            rows = first_rows + rows
+        def draw(tree_rows: torch.Tensor, active: torch.Tensor, step: int) -> torch.Tensor:
+            rows = first_rows + tree_rows
             drawn, processed = self.sampler.sample(
                 logits[rows],
                 index,
@@ -181,6 +193,11 @@ class TreeSampler:
                 longest,
                 return_logprobs=wants_logprobs,
             )
+            if self.rule.applies_to is not None:
+                children = self._children(drafts, index, tree_rows, first_rows, sizes)
+                drawn = self.rule.apply(
+                    drawn, processed, children, index, tree_rows, positions[rows]
+                )
             if wants_logprobs:
                 # A request whose walk has ended is drawn again, with its last token in its text.
                 kept[rows] = torch.where(active[:, None], processed.to(kept.dtype), kept[rows])
@@ -188,7 +205,7 @@ class TreeSampler:
             return drawn
 
         nodes = torch.arange(state.bank.parents.shape[1], device=index.device)
-        is_node = nodes < num_nodes[:, None]
+        is_node = nodes + 1 < sizes[:, None]
         places = (first_rows[:, None] + 1 + nodes).clamp(max=logits.shape[0] - 1)
         paths = walk(
             draw,
@@ -199,6 +216,29 @@ class TreeSampler:
         )
         text.take_back()
         return paths
+
+    def _children(
+        self,
+        drafts: torch.Tensor,
+        slots: torch.Tensor,
+        rows: torch.Tensor,
+        first_rows: torch.Tensor,
+        sizes: torch.Tensor,
+    ) -> torch.Tensor:
+        """Tokens of the children of R rows, int64 [R, N], in the order of the tree; ``NO_TOKEN``
+        elsewhere.
+
+        Args:
+            drafts: integers [rows], of the whole batch.
+            slots: integers [R], of each row's request in the state.
+            rows: int64 [R], in the request's tree.
+            first_rows: int64 [R], where the request's rows begin in the batch.
+            sizes: integers [R], how many rows the request has.
+        """
+        nodes = self.state.bank.children[self.state.tree_of[slots], rows]
+        is_node = (nodes >= 0) & (nodes + 1 < sizes[:, None])
+        places = torch.where(is_node, first_rows[:, None] + 1 + nodes, 0)
+        return drafts[places].long().masked_fill(~is_node, NO_TOKEN)
 
     def _wants_logprobs(self, batch: InputBatch) -> bool:
         return self.sampler.get_logprobs_dims(batch.idx_mapping_np) is not None

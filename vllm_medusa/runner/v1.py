@@ -12,8 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.config import VllmConfig
-from vllm.sampling_params import SamplingType
+from vllm.distributed import get_tp_group
+from vllm.sampling_params import SamplingParams, SamplingType
 from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.sample.logits_processor.builtin import (
@@ -36,7 +38,7 @@ from vllm_medusa.drafter import MedusaDrafter
 from vllm_medusa.drafts import TreeDraftTokenIds
 from vllm_medusa.lookup import lookup
 from vllm_medusa.runner.draft_sampler import DraftSampler, build_draft_sampler
-from vllm_medusa.sampled_drafts import DrawnTree
+from vllm_medusa.sampled_drafts import DraftProbs, DraftSampling, draws_drafts, exponential
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.without_trees import reason_without_trees
 
@@ -61,8 +63,8 @@ class MedusaCPUModelRunner(CPUModelRunner):
         self.draft_sampler = build_draft_sampler(config, self.sampler.topk_topp_sampler)
         if self.draft_sampler is not None:
             self.sampler.topk_topp_sampler = self.draft_sampler
-        # What a request's newest drafts were drawn from, where they were drawn.
-        self.drawn_trees: dict[str, DrawnTree] = {}
+        # What a request's newest drafts were drawn from, where they were drawn, by row.
+        self.drawn_from: dict[str, DraftProbs] = {}
         self.bank = TreeBank([tree, TokenTree.chain(len(tree))], device)
         # Which tree of the bank a request's newest drafts form; HEADS_TREE where it is not here.
         self.tree_of: dict[str, int] = {}
@@ -136,8 +138,9 @@ class MedusaCPUModelRunner(CPUModelRunner):
         if (holder := self.input_batch.thinking_budget_state_holder) is not None:
             # With speculation it expects a row per draft; the walk hands it one row per request.
             holder.in_spec_mode = False
-        parents = self.bank.parents[self._trees(num_reqs), :width]
-        target = _Target(self, logits, first_rows, draft_tokens, parents)
+        trees = self._trees(num_reqs)
+        parents = self.bank.parents[trees, :width]
+        target = _Target(self, logits, first_rows, draft_tokens, self.bank.children[trees])
         paths = decide_once(
             lambda: walk(target.draw, draft_tokens, parents, active, target.max_steps()),
             num_reqs,
@@ -193,7 +196,8 @@ class MedusaCPUModelRunner(CPUModelRunner):
         for index, tokens in repeating.items():
             drafts[index] = tokens
         requests = [index for index in requests if index not in repeating]
-        drawing = [index for index in requests if self._draws_drafts(index)]
+        method = self.drafter.config.draft_sample_method
+        drawing = [index for index in requests if draws_drafts(method, self._params(index))]
         best = [index for index in requests if index not in drawing]
         for chosen, propose in ((best, self._best_drafts), (drawing, self._drawn_drafts)):
             if chosen:
@@ -205,18 +209,6 @@ class MedusaCPUModelRunner(CPUModelRunner):
                     drafts[index] = tokens
         return drafts
 
-    def _draws_drafts(self, index: int) -> bool:
-        """Whether a request's drafts are drawn from the heads, and not their best tokens.
-
-        Never with a grammar: it leaves drafts out because of their tokens (``sampled_drafts.py``).
-        """
-        params = self.requests[self.input_batch.req_ids[index]].sampling_params
-        return (
-            self.drafter.config.draft_sample_method == "probabilistic"
-            and params.sampling_type != SamplingType.GREEDY
-            and params.structured_outputs is None
-        )
-
     def _best_drafts(
         self, requests: list[int], states: torch.Tensor, roots: torch.Tensor, num_nodes: int
     ) -> torch.Tensor:
@@ -225,14 +217,24 @@ class MedusaCPUModelRunner(CPUModelRunner):
     def _drawn_drafts(
         self, requests: list[int], states: torch.Tensor, roots: torch.Tensor, num_nodes: int
     ) -> torch.Tensor:
-        names = [self.input_batch.req_ids[index] for index in requests]
-        temperatures = [self.requests[name].sampling_params.temperature for name in names]
+        asked = [self._params(index) for index in requests]
+        sampling = DraftSampling(
+            torch.tensor([params.temperature for params in asked]),
+            # vLLM says "all" with 0 or -1.
+            torch.tensor([params.top_k if params.top_k > 0 else NO_LIMIT for params in asked]),
+            torch.tensor([params.top_p for params in asked]),
+        )
         generators = self.input_batch.generators
         own = {row: generators[index] for row, index in enumerate(requests) if index in generators}
-        tokens, trees = self.drafter.propose_drawn(
-            states, roots, num_nodes, torch.tensor(temperatures), own
-        )
-        self.drawn_trees |= zip(names, trees, strict=True)
+
+        def noise(depth: int, shape: tuple[int, ...]) -> torch.Tensor:
+            # One for all ranks: sequential heads work together on what stands behind a path.
+            return get_tp_group().broadcast(exponential(shape, own, self.device), src=0)
+
+        tokens, drawn_from = self.drafter.propose_drawn(states, roots, num_nodes, sampling, noise)
+        for row, index in enumerate(requests):
+            name = self.input_batch.req_ids[index]
+            self.drawn_from[name] = DraftProbs(*(values[row] for values in drawn_from))
         return tokens
 
     def _lookup(self, requests: list[int], num_nodes: int) -> dict[int, list[int]]:
@@ -252,9 +254,9 @@ class MedusaCPUModelRunner(CPUModelRunner):
         new = {names[i]: LOOKUP_CHAIN if i in repeating else HEADS_TREE for i in requests}
         kept = {name: tree for name, tree in self.tree_of.items() if name in self.requests}
         self.tree_of = kept | new
-        self.drawn_trees = {
+        self.drawn_from = {
             name: tree
-            for name, tree in self.drawn_trees.items()
+            for name, tree in self.drawn_from.items()
             if name in self.requests and name not in new
         }
 
@@ -268,8 +270,10 @@ class MedusaCPUModelRunner(CPUModelRunner):
     def _can_speculate(self, index: int) -> bool:
         """Whether the request's rules can be followed along a path; if not it is served without
         trees."""
-        params = self.requests[self.input_batch.req_ids[index]].sampling_params
-        return reason_without_trees(params, self.vllm_config) is None
+        return reason_without_trees(self._params(index), self.vllm_config) is None
+
+    def _params(self, index: int) -> SamplingParams:
+        return self.requests[self.input_batch.req_ids[index]].sampling_params
 
 
 class _Target:
@@ -287,14 +291,15 @@ class _Target:
         logits: torch.Tensor,
         first_rows: torch.Tensor,
         draft_tokens: torch.Tensor,
-        parents: torch.Tensor,
+        children: torch.Tensor,
     ) -> None:
-        """``draft_tokens`` and ``parents``: as the walk takes them."""
+        """``draft_tokens``: as the walk takes them; ``children``: ``TreeBank.children`` of each
+        request's tree."""
         self.runner = runner
         self.logits = logits
         self.first_rows = first_rows
         self.draft_tokens = draft_tokens
-        self.parents = parents
+        self.children = children
         self.metadata = runner.input_batch.sampling_metadata
         self.needs_sampler = None
         if not _is_plain(self.metadata):
@@ -357,15 +362,19 @@ class _Target:
 
     def _show_drafts(self, sampler: DraftSampler, rows: torch.Tensor, active: torch.Tensor) -> None:
         """Tell a sampler that looks at drafts of those at ``rows``."""
-        children = self.draft_tokens.masked_fill(self.parents != rows[:, None], NO_TOKEN)
+        nodes = self.children[torch.arange(len(rows)), rows]
+        width = self.draft_tokens.shape[1]
+        is_node = (nodes >= 0) & (nodes < width)
+        padded = nn.functional.pad(self.draft_tokens, (0, 1), value=NO_TOKEN)
+        children = padded.gather(1, torch.where(is_node, nodes, width))
         has_drafts = (active & (children != NO_TOKEN).any(dim=1)).tolist()
         names = self.runner.input_batch.req_ids
-        trees = [self.runner.drawn_trees.get(name) for name in names]
+        drawn_from = [self.runner.drawn_from.get(name) for name in names]
         sampler.children = children
         sampler.draft_probs = {
-            index: tree.at(row, self.logits.shape[1])
-            for index, (tree, row) in enumerate(zip(trees, rows.tolist(), strict=True))
-            if tree is not None and has_drafts[index]
+            index: DraftProbs(own.probs[row], own.token_ids[row])
+            for index, (own, row) in enumerate(zip(drawn_from, rows.tolist(), strict=True))
+            if own is not None and has_drafts[index]
         }
 
     def close(self) -> None:
