@@ -26,6 +26,11 @@ TESTED_ARCHITECTURES = (
 # deprecates it, and has no wheel of that release for CPUs.
 SERVED = {("0.32.0", "V1"), ("0.32.0", "V2"), ("0.33.0", "V2")}
 
+# KV connectors whose output with trees is compared with that without in
+# tests/integration/test_kv_connector.py. vLLM calls a connector during the forward pass, when the
+# rows of a tree are not compacted yet: one that saves them then would save what is not the text.
+TESTED_CONNECTORS = ("ExampleConnector",)
+
 # vLLM's workers, by what is used in their place: the same with another model runner.
 WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_medusa.runner.worker.MedusaCPUWorker",
@@ -129,7 +134,6 @@ def _model_problems(config: VllmConfig) -> Iterator[str]:
         "custom logits processors on the V1 runner (vLLM refuses them with speculation too)": bool(
             model.logits_processors and not config.use_v2_model_runner
         ),
-        "prompt embeddings": model.enable_prompt_embeds,
     }
     for feature, is_there in found.items():
         if is_there:
@@ -172,11 +176,11 @@ def _engine_problems(config: VllmConfig) -> Iterator[str]:
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "context parallelism"
     yield from _executor_problems(parallel)
+    yield from _connector_problems(config)
     if parallel.worker_cls not in (*WORKERS, *WORKERS.values()):
         yield f"worker class {parallel.worker_cls}: medusa needs its own, leave --worker-cls out"
     off = {
         "LoRA (--enable-lora)": config.lora_config is not None,
-        "a KV connector (--kv-transfer-config)": config.kv_transfer_config is not None,
         "an encoder-cache connector": config.ec_transfer_config is not None,
         "expert-parallel load balancing (--enable-eplb)": parallel.enable_eplb,
         "--kv-sharing-fast-prefill": cache.kv_sharing_fast_prefill,
@@ -190,6 +194,36 @@ def _engine_problems(config: VllmConfig) -> Iterator[str]:
     for feature, is_on in off.items():
         if is_on:
             yield f"{feature}: not supported, leave it out"
+
+
+def _connector_problems(config: VllmConfig) -> Iterator[str]:
+    transfer, scheduler = config.kv_transfer_config, config.scheduler_config
+    if transfer is None or transfer.kv_connector is None:
+        return
+    name = transfer.kv_connector
+    # A module of one's own may hold another connector of that name.
+    if transfer.kv_connector_module_path is not None or name not in TESTED_CONNECTORS:
+        yield (
+            f"KV connector {name!r}: tested is {', '.join(TESTED_CONNECTORS)} of vLLM, which saves "
+            "prompts only; another could save rows of a tree that are not the text. Leave "
+            "--kv-transfer-config (or --kv-offloading-size) out"
+        )
+        return
+    # Where vLLM's example saves or loads what is not the prompt's, without speculation, too.
+    wrong_with = {
+        "chunked prefill, where it saves what was not read yet: --no-enable-chunked-prefill": (
+            scheduler.enable_chunked_prefill or scheduler.long_prefill_token_threshold > 0
+        ),
+        "tensor parallelism, where all ranks write to the same files: leave one out": (
+            config.parallel_config.tensor_parallel_size > 1
+        ),
+        "prompt embeddings, as it knows prompts by their token ids: leave one out": (
+            config.model_config.enable_prompt_embeds
+        ),
+    }
+    for reason, is_on in wrong_with.items():
+        if is_on:
+            yield f"KV connector {name!r} with {reason}"
 
 
 def _executor_problems(parallel: ParallelConfig) -> Iterator[str]:

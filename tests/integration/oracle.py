@@ -84,9 +84,9 @@ def _patch_v1(oracle: Oracle, patch: pytest.MonkeyPatch) -> None:
         for index, tokens in enumerate(drafts):
             if tokens:
                 request = self.requests[self.input_batch.req_ids[index]]
-                drafts[index] = oracle.draft(
-                    request.prompt_token_ids, request.output_token_ids, paths
-                )
+                # Embeddings are zeros to the oracle, as they are to vLLM's V2 runner.
+                prompt = request.prompt_token_ids or [0] * request.num_prompt_tokens
+                drafts[index] = oracle.draft(prompt, request.output_token_ids, paths)
         return drafts
 
     patch.setattr(MedusaCPUModelRunner, "propose_draft_token_ids", propose)

@@ -255,6 +255,14 @@ def test_unsupported_targets_are_refused(config, architecture, words, heads, tmp
         build_medusa(tmp_path, heads)
 
 
+EXAMPLE = "vllm.distributed.kv_transfer.kv_connector.v1.example_connector"
+
+
+def connector(name, **more):
+    """Engine arguments that ask for a KV connector."""
+    return {"kv_transfer_config": {"kv_connector": name, "kv_role": "kv_both", **more}}
+
+
 @pytest.mark.parametrize(
     ("engine", "words"),
     [
@@ -265,7 +273,21 @@ def test_unsupported_targets_are_refused(config, architecture, words, heads, tmp
         ({"enable_lora": True, "max_num_batched_tokens": 8192}, "LoRA"),
         ({"kv_cache_dtype": "bfloat16"}, "KV cache type 'bfloat16'"),
         ({"block_size": 48}, "block size 48"),
-        ({"enable_prompt_embeds": True}, "prompt embeddings"),
+        (connector("NixlConnector"), "KV connector 'NixlConnector': tested is ExampleConnector of"),
+        ({"kv_offloading_size": 1.0}, "KV connector 'OffloadingConnector': tested is"),
+        (
+            connector("ExampleConnector", kv_connector_module_path=EXAMPLE),
+            "KV connector 'ExampleConnector': tested is",
+        ),
+        (connector("ExampleConnector"), "'ExampleConnector' with chunked prefill"),
+        (
+            connector("ExampleConnector") | {"tensor_parallel_size": 2},
+            "'ExampleConnector' with tensor parallelism",
+        ),
+        (
+            connector("ExampleConnector") | {"enable_prompt_embeds": True},
+            "'ExampleConnector' with prompt embeddings",
+        ),
         ({"logits_processors": ["a.b:C"]}, "custom logits processors"),
         ({"worker_cls": "a.b.C"}, "worker class a.b.C"),
     ],
@@ -277,9 +299,9 @@ def test_unsupported_engines_are_refused(target, heads, engine, words):
 
 def test_all_problems_are_named_at_once(target, heads):
     with pytest.raises(ValueError) as error:
-        build_medusa(target, heads, {"kv_cache_dtype": "fp8", "enable_prompt_embeds": True})
+        build_medusa(target, heads, {"kv_cache_dtype": "fp8", "worker_cls": "a.b.C"})
     assert "KV cache type" in str(error.value)
-    assert "prompt embeddings" in str(error.value)
+    assert "worker class a.b.C" in str(error.value)
 
 
 def test_an_untested_architecture_can_be_tried(heads, tmp_path, monkeypatch):

@@ -97,6 +97,7 @@ ELSEWHERE = {
     "custom logits processors": "integration/test_v2_runner.py::test_custom_logits_processors",
     "beam search": "integration/test_matrix.py::test_beam_search",
     "`priority`": "integration/test_matrix.py::test_priority",
+    "prompt embeddings": "integration/test_prompt_embeds.py::test_beside_tokens",
     "malformed requests": (
         "e2e/test_serving.py::test_malformed_requests_get_an_error_and_disturb_nobody"
     ),

@@ -36,8 +36,14 @@ BUILT_IN_RULES = (LogitBiasState, PenaltiesState, BadWordsState)
 def build_model_state(
     vllm_config: VllmConfig, model: nn.Module, encoder_cache: Any, device: torch.device
 ) -> "TreeModelState":
-    """The target's model state with trees; in the place of vLLM's ``init_model_state``."""
+    """The target's model state with trees; in the place of vLLM's ``init_model_state``.
+
+    Raises:
+        ValueError: in vLLM's words: the target's state would ignore prompt embeddings.
+    """
     own = resolve_model_state_cls(vllm_config, model)
+    if vllm_config.model_config.enable_prompt_embeds and not own.supports_prompt_embeds:
+        raise ValueError(f"--enable-prompt-embeds not supported with {own.__name__}.")
     cls = type(f"Tree{own.__name__}", (TreeModelState, own), {})
     return cls(vllm_config, model, encoder_cache, device)
 

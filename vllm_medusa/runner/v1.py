@@ -11,7 +11,9 @@ from collections.abc import Container
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
@@ -241,12 +243,16 @@ class MedusaCPUModelRunner(CPUModelRunner):
         """The requests whose text repeats itself, and what came next before."""
         if not self.drafter.config.lookup:
             return {}
-        batch = self.input_batch
-        found = {
-            index: lookup(batch.token_ids_cpu[index, : batch.num_tokens_no_spec[index]], num_nodes)
-            for index in requests
-        }
+        found = {index: lookup(self._known_text(index), num_nodes) for index in requests}
         return {index: tokens for index, tokens in found.items() if tokens}
+
+    def _known_text(self, index: int) -> NDArray[np.int32]:
+        """A request's tokens so far. A prompt with embeddings is left out: where they stand, the
+        batch holds what another request has left there."""
+        batch = self.input_batch
+        has_embeddings = index in batch.req_prompt_embeds
+        first = batch.num_prompt_tokens[index] if has_embeddings else 0
+        return batch.token_ids_cpu[index, first : batch.num_tokens_no_spec[index]]
 
     def _remember_trees(self, requests: list[int], repeating: Container[int]) -> None:
         """Note the new drafts' trees; those of requests that wait with older drafts stay."""
