@@ -20,7 +20,7 @@ from vllm_medusa.bench.report import markdown_table
 from vllm_medusa.machine import describe_machine
 
 WAYS: dict[str, dict[str, str]] = {
-    "fixed drafts": {},
+    "fixed drafts": {"draft_sample_method": "greedy"},
     "drawn drafts": {"draft_sample_method": "probabilistic"},
     "typical (lossy)": {"rejection_sample_method": "typical"},
 }

@@ -42,8 +42,9 @@ OPTIONS = {
     "num_speculative_tokens_per_batch_size": "vLLM's schedule of nodes by batch size",
     "tree": 'rank paths such as [[0], [1], [0, 0]], a JSON file of them, or "chain"',
     "lookup": "whether to draft from the request's own text where it repeats itself, default true",
-    "draft_sample_method": '"greedy" (drafts are the heads\' best tokens, the default) or '
-    '"probabilistic" (drawn from the heads where a request samples)',
+    "draft_sample_method": '"greedy" (drafts are the heads\' best tokens), "probabilistic" (drawn '
+    'from the heads where a request samples) or "auto" (the default: drawn where a request samples '
+    "at a temperature of 1 or more without a seed)",
     "rejection_sample_method": '"standard" (exact, the default) or "typical" (lossy)',
     "posterior_threshold": "with typical: the highest bar of a draft's probability, default 0.09",
     "posterior_alpha": "with typical: share of exp(-entropy) that is the bar, default 0.3",
@@ -67,6 +68,10 @@ class MedusaSpeculativeConfig(SpeculativeConfig):
     lookup: bool = True
     """Where a request's text repeats itself, verify a chain of what came behind it before, in the
     tree's place (``lookup.py``)."""
+
+    draft_sample_method: Literal["auto", "greedy", "probabilistic"] = "auto"
+    """Which requests' drafts are drawn from the heads, and not their best tokens
+    (``sampled_drafts.py``)."""
 
     rejection_sample_method: Literal["standard", "typical"] = "standard"
     """What is accepted: "standard", tokens drawn from the target only (``acceptance.py``), or
@@ -142,6 +147,8 @@ def speculative_config_from_options(
     if not isinstance(options.get("lookup", True), bool):
         raise ValueError(f"lookup is {options['lookup']!r}: expected true or false")
     _check_acceptance(options)
+    if options.get("rejection_sample_method") == "typical":
+        options = options | {"draft_sample_method": "greedy"}
     # All checks come before the config is built: its own errors would be wrapped by pydantic's.
     info = inspect_heads(heads, options.get("revision"))
     for warning in info.warnings:
@@ -195,11 +202,11 @@ def _check_acceptance(options: dict[str, Any]) -> None:
         value = options[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
             raise ValueError(f"{name} is {value!r}: expected a number above 0, at most 1")
-    drafts = options.get("draft_sample_method", "greedy")
-    if drafts not in ("greedy", "probabilistic"):
+    drafts = options.get("draft_sample_method", "auto")
+    if drafts not in ("auto", "greedy", "probabilistic"):
         raise ValueError(
-            f"draft_sample_method is {drafts!r}: expected 'greedy' (the heads' best tokens) or "
-            "'probabilistic' (drawn from the heads)"
+            f"draft_sample_method is {drafts!r}: expected 'greedy' (the heads' best tokens), "
+            "'probabilistic' (drawn from the heads) or 'auto' (drawn where that pays)"
         )
     if drafts == "probabilistic" and method == "typical":
         raise ValueError(

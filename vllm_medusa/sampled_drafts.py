@@ -27,6 +27,10 @@ from vllm_medusa.acceptance import NO_TOKEN
 
 NUM_CANDIDATES = 128
 
+# From this temperature on drawn drafts are accepted more often than the heads' best tokens
+# (docs/draft-sampling.md).
+DRAWN_FROM = 1.0
+
 
 class DraftProbs(NamedTuple):
     """What children are drawn from: a distribution over C candidates, best first."""
@@ -55,12 +59,12 @@ def draws_drafts(method: str, params: SamplingParams) -> bool:
         method: the configuration's ``draft_sample_method``.
         params: of the request.
     """
-    return (
-        method == "probabilistic"
-        and params.sampling_type != SamplingType.GREEDY
-        # A grammar leaves drafts out because of their tokens.
-        and params.structured_outputs is None
-    )
+    if params.sampling_type == SamplingType.GREEDY or params.structured_outputs is not None:
+        return False  # a grammar leaves drafts out because of their tokens
+    if method == "auto":
+        # With fixed drafts a seed's text is that without speculation.
+        return params.seed is None and params.temperature >= DRAWN_FROM
+    return method == "probabilistic"
 
 
 def draft_probs(logits: torch.Tensor, sampling: DraftSampling) -> torch.Tensor:

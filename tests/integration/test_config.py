@@ -346,24 +346,6 @@ def test_v2_on_a_cpu_is_refused(target, heads, monkeypatch):
         build_medusa(target, heads)
 
 
-@pytest.mark.parametrize(
-    "options", [{"rejection_sample_method": "typical"}, {"draft_sample_method": "probabilistic"}]
-)
-def test_rules_that_look_at_drafts_are_refused_on_v2(options, target, heads, monkeypatch):
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
-    ((name, value),) = options.items()
-    with pytest.raises(ValueError, match=f"{name} '{value}' on the V2 model runner: leave it out"):
-        build_medusa(target, heads, **options)
-
-
-def test_drawn_drafts_are_refused_with_tensor_parallelism(target, heads):
-    engine = {"tensor_parallel_size": 2}
-    assert build_medusa(target, heads, engine).parallel_config.tensor_parallel_size == 2
-    with pytest.raises(ValueError, match="'probabilistic' with tensor parallelism"):
-        build_medusa(target, heads, engine, draft_sample_method="probabilistic")
-
-
 def test_medusa_does_not_push_vllm_back_to_v1(target, heads, monkeypatch):
     """What keeps this machine on V1 is that it has no Triton, and nothing else."""
     config = build_medusa(target, heads)

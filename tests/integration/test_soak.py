@@ -85,8 +85,8 @@ class Traffic:
         text = [numbers.randrange(5, VOCAB) for _ in range(60)]
         option = numbers.choice(self.options)(text)
         params = {
-            "temperature": numbers.choice([0.0, 0.7]),
-            "seed": self.num_requests,
+            "temperature": numbers.choice([0.0, 0.7, 1.0]),
+            "seed": numbers.choice([None, self.num_requests]),  # drafts are drawn without
             "max_tokens": numbers.randint(1, 60),
             "ignore_eos": True,
             **option,

@@ -116,6 +116,6 @@ def build_draft_sampler(config: Any, stock: nn.Module) -> DraftSampler | None:
     """The sampler that a ``MedusaSpeculativeConfig`` asks for; None: vLLM's own."""
     if config.rejection_sample_method == "typical":
         return TypicalSampler(stock, config.typical_bars)
-    if config.draft_sample_method == "probabilistic":
+    if config.draft_sample_method != "greedy":
         return DrawnDraftsSampler(stock)
     return None
