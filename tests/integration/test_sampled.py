@@ -67,7 +67,7 @@ def sample(small_model, heads, module_engine, logits):
     """Draw texts for all settings, by turns in the same batches, with fixed drafts."""
     llm = module_engine(
         small_model,
-        **medusa(heads(3), TREE),
+        **medusa(heads(3), TREE, draft_sample_method="greedy"),
         max_num_seqs=512,
         max_num_batched_tokens=8192,
         max_model_len=32,

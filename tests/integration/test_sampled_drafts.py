@@ -87,8 +87,10 @@ def lively_heads(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine_of(small_model, lively_heads, module_engine):
     def start(kind, children):
-        # Chains from the text are fixed drafts, beside those that are drawn.
-        config = medusa(lively_heads[kind], TREES[children], lookup=children == 2, **DRAWN)
+        # Chains from the text are fixed drafts, beside those that are drawn; and "auto" draws those
+        # of some requests only.
+        how = {} if children == 4 else DRAWN
+        config = medusa(lively_heads[kind], TREES[children], lookup=children == 2, **how)
         return module_engine(
             small_model,
             **config,

@@ -25,13 +25,13 @@ if triton_interpreter.ENABLED:
 from vllm import LLM, SamplingParams
 
 def main():
-    model, options, prompts = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+    model, (options, prompts, params) = sys.argv[1], map(json.loads, sys.argv[2:])
     llm = LLM(model, dtype="float32", enforce_eager=True, skip_tokenizer_init=True,
               max_model_len=256, max_num_seqs=8, disable_log_stats=False,
               tensor_parallel_size=2, **options)
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts],
-        SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, detokenize=False),
+        [SamplingParams(**own, max_tokens=48, ignore_eos=True, detokenize=False) for own in params],
         use_tqdm=False,
     )
     counters = {metric.name: metric.value for metric in llm.get_metrics()
@@ -43,8 +43,9 @@ if __name__ == "__main__":
 """
 
 
-def run_two_ranks(folder, model, options, prompts):
-    """Texts and counters of an engine with two worker processes."""
+def run_two_ranks(folder, model, options, prompts, params=None):
+    """Texts and counters of an engine with two worker processes; ``params``: of each request."""
+    params = params or [{"temperature": 0.0}] * len(prompts)
     script = folder / "generate.py"
     script.write_text(SCRIPT)
     environment = os.environ | {
@@ -56,7 +57,7 @@ def run_two_ranks(folder, model, options, prompts):
     if INTERPRETED:
         environment["TORCH_COMPILE_DISABLE"] = "1"  # it looks for a compiler of Triton's
     result = subprocess.run(
-        [sys.executable, str(script), str(model), json.dumps(options), json.dumps(prompts)],
+        [sys.executable, str(script), str(model), *map(json.dumps, (options, prompts, params))],
         env=environment,
         capture_output=True,
         text=True,
@@ -116,4 +117,23 @@ def test_two_ranks(kind, model, prompts, engine, tmp_path):
     # The same drafts, as many were right. How many were made depends on when requests arrive.
     accepted = counters["vllm:spec_decode_num_accepted_tokens"]
     assert counters_of_two["vllm:spec_decode_num_accepted_tokens"] == accepted
+    assert accepted > 0.2 * counters["vllm:spec_decode_num_drafts"]
+
+
+def test_two_ranks_draw_drafts(model, prompts, engine, tmp_path):
+    """Requests that sample from one token only, and others beside them."""
+    tensors = idle_heads(2) | {
+        "token_map": torch.cat([torch.arange(3, 40), torch.arange(99, VOCAB)])
+    }
+    heads = save_heads(
+        tmp_path / "heads", tensors, version="2", medusa_num_heads=2, medusa_num_layers=1
+    )
+    config = {"method": "medusa", "model": str(heads), "tree": [[0], [1], [0, 0]], "lookup": False}
+    config["draft_sample_method"] = "probabilistic"
+    certain, other = {"temperature": 1.0, "top_k": 1}, {"temperature": 0.2}
+    params = [certain if number % 2 else other for number in range(len(prompts))]
+    expected = tokens(generate(engine(model), prompts, max_tokens=48))
+    text, counters = run_two_ranks(tmp_path, model, {"speculative_config": config}, prompts, params)
+    assert text[1::2] == expected[1::2]
+    accepted = counters["vllm:spec_decode_num_accepted_tokens"]
     assert accepted > 0.2 * counters["vllm:spec_decode_num_drafts"]

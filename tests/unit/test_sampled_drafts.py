@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 import torch
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.integration.distribution import chance_of
 from vllm_medusa import sampled_drafts
@@ -13,6 +15,7 @@ from vllm_medusa.sampled_drafts import (
     DraftSampling,
     draft_probs,
     draw_distinct,
+    draws_drafts,
     exponential,
     try_children,
     uniform,
@@ -214,3 +217,20 @@ def test_what_drafts_are_drawn_from():
     for cut in (top_2, top_p):
         assert torch.allclose(cut, torch.tensor([3.0, 2.0, -torch.inf, -torch.inf]).softmax(dim=0))
     assert one.tolist() == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("methods", "params"),
+    [
+        ([], {"temperature": 0.0}),
+        (["probabilistic", "auto"], {"temperature": 1.0}),
+        (["probabilistic", "auto"], {"temperature": 1.2, "top_p": 0.9}),
+        (["probabilistic"], {"temperature": 0.99}),
+        (["probabilistic"], {"temperature": 1.0, "seed": 0}),
+        ([], {"temperature": 1.0, "structured_outputs": StructuredOutputsParams(choice=["a"])}),
+    ],
+)
+def test_whose_drafts_are_drawn(methods, params):
+    asked = SamplingParams(**params)
+    found = [name for name in ("greedy", "probabilistic", "auto") if draws_drafts(name, asked)]
+    assert found == methods
