@@ -123,8 +123,8 @@ test-ray: setup ## tests on real Ray clusters, on an otherwise idle machine
 	@$(CPU_ENV) && $(PYTHON_VENV) -m pytest $(RAY_TESTS) $(ARGS)
 
 .PHONY: fuzz
-fuzz: setup ## random sessions against vLLM without speculation: SESSIONS (500) of them, a few seconds each
-	@FUZZ_SESSIONS=$(or $(SESSIONS),500); export FUZZ_SESSIONS; \
+fuzz: setup ## random sessions against vLLM without speculation: SESSIONS (12000) of them, an hour on one core
+	@FUZZ_SESSIONS=$(or $(SESSIONS),12000); export FUZZ_SESSIONS; \
 		$(PYTEST) tests/integration/test_fuzz.py --hypothesis-show-statistics $(ARGS)
 
 .PHONY: soak

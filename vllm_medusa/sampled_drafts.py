@@ -18,10 +18,9 @@ where drafts are left out because of their tokens (grammars), fixed drafts must 
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from vllm.sampling_params import SamplingParams, SamplingType
 
 from vllm_medusa.acceptance import NO_TOKEN
 
@@ -52,14 +51,14 @@ class DraftSampling(NamedTuple):
     """float32 [B]."""
 
 
-def draws_drafts(method: str, params: SamplingParams) -> bool:
+def draws_drafts(method: str, params: Any) -> bool:
     """Whether a request's drafts are drawn from the heads.
 
     Args:
         method: the configuration's ``draft_sample_method``.
-        params: of the request.
+        params: ``SamplingParams`` of the request.
     """
-    if params.sampling_type == SamplingType.GREEDY or params.structured_outputs is not None:
+    if params.temperature == 0 or params.structured_outputs is not None:
         return False  # a grammar leaves drafts out because of their tokens
     if method == "auto":
         # With fixed drafts a seed's text is that without speculation.

@@ -1,7 +1,8 @@
 """Random sessions: requests of all kinds come, wait, are thrown out and go, and nothing is lost.
 
-Each has the text, the ending and the logprobs that vLLM without speculation gives it, and in the
-end the engine holds nothing. ``make fuzz`` runs more of them.
+Each has the text, the ending and the logprobs that vLLM without speculation gives it (if it has a
+seed: else it keeps to its rules), and in the end the engine holds nothing. ``make fuzz`` runs them
+for an hour.
 """
 
 import os
@@ -74,12 +75,14 @@ class Request:
     """One request of a session.
 
     Attributes:
+        number: of its prompt.
         shared: how many first tokens of its prompt all prompts share.
-        params: sampling parameters; their seed is that of the prompt too.
+        params: sampling parameters.
         arrival: the step before which it comes.
         abort: the step before which it is aborted, if it is.
     """
 
+    number: int
     shared: int
     params: dict[str, object]
     arrival: int
@@ -89,7 +92,7 @@ class Request:
     def prompt(self) -> list[int]:
         return (
             make_prompts(1, ASCII, prefix=self.shared)[0][: self.shared]
-            + (make_prompts(1, ASCII, longest=90, seed=self.params["seed"])[0])
+            + (make_prompts(1, ASCII, longest=90, seed=self.number)[0])
         )
 
 
@@ -122,6 +125,8 @@ def requests(draw):
     options = dict(OPTIONS)
     params = {"seed": kind, "max_tokens": draw(st.integers(12, fewer(48, 24)))}
     params["temperature"] = draw(st.sampled_from([0.0, 0.0, 0.3, 0.7, 1.0, 1.5]))
+    if params["temperature"] >= 1 and draw(st.booleans()):
+        params["seed"] = None  # drafts are drawn
     params["ignore_eos"] = draw(st.booleans())
     if draw(st.integers(0, 3)) == 0:
         spec = random_spec(random.Random(kind))
@@ -137,7 +142,7 @@ def requests(draw):
         params["n"] = 1
     if abort is None:
         params["output_kind"] = RequestOutputKind.FINAL_ONLY  # all n answers together
-    return Request(shared, params, arrival, abort)
+    return Request(kind, shared, params, arrival, abort)
 
 
 @settings(
@@ -169,7 +174,9 @@ def test_sessions(name, session, engines):
         said = step_through(llm, arrivals, aborts, params, detokenize=True)
 
     for number, (request, should) in enumerate(zip(session, expected, strict=True)):
-        if request.abort is None:
+        if request.params["seed"] is None and request.params["temperature"]:
+            assert_keeps_to_its_rules(said.get(str(number)), request)
+        elif request.abort is None:
             assert_same(said[str(number)], should)
         elif str(number) in said:
             assert_begins(said[str(number)], should)
@@ -187,6 +194,21 @@ def assert_same(found, expected):
         assert (here.logprobs is None) == (there.logprobs is None)
         for mine, other in zip(here.logprobs or (), there.logprobs or (), strict=True):
             assert possible(mine) == pytest.approx(possible(other), abs=1e-3)
+
+
+def assert_keeps_to_its_rules(found, request):
+    if found is None:
+        assert request.abort is not None
+        return
+    params = request.params
+    assert found.finished or request.abort is not None
+    for here in found.outputs:
+        assert len(here.token_ids) <= params["max_tokens"]
+        if here.finish_reason == "length":
+            assert len(here.token_ids) == params["max_tokens"]
+        assert set(here.token_ids) <= set(params.get("allowed_token_ids", range(VOCAB)))
+        if here.finish_reason == "stop":
+            assert len(here.token_ids) >= params.get("min_tokens", 0)
 
 
 def possible(logprobs):
