@@ -97,9 +97,11 @@ RAY_TESTS := tests/integration/test_ray.py tests/integration/test_ray_serve.py
 # these run in processes of their own.
 V2_TESTS := tests/integration/test_greedy_schedules.py tests/integration/test_kv_cache.py \
 	tests/integration/test_sampled.py tests/integration/test_v2_runner.py tests/integration/test_matrix.py \
-	tests/integration/test_triton_attention.py tests/integration/test_calibrate_v2.py
+	tests/integration/test_triton_attention.py tests/integration/test_calibrate_v2.py \
+	tests/integration/test_sampled_drafts.py tests/integration/test_prompt_embeds.py
 V2_MORE := tests/integration/test_greedy.py tests/integration/test_structured_outputs.py \
-	tests/integration/test_tensor_parallel.py tests/integration/test_thinking_budget.py
+	tests/integration/test_tensor_parallel.py tests/integration/test_thinking_budget.py \
+	tests/integration/test_typical.py tests/integration/test_kv_connector.py
 
 .PHONY: test
 test: setup ## run the tests

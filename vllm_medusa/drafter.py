@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.distributed import get_tp_group
 
 from vllm_medusa.heads.module import MedusaHeads
 from vllm_medusa.sampled_drafts import (
@@ -79,7 +80,8 @@ class MedusaDrafter:
         self.levels: dict[tuple[int, bool], list[Level]] = {}
         schedule = self.config.num_speculative_tokens_per_batch_size or []
         for num_nodes in {len(self.tree), *(nodes for _, _, nodes in schedule)} - {0}:
-            self._levels(num_nodes)
+            for is_drawn in {False, self.config.draft_sample_method != "greedy"}:
+                self._levels(num_nodes, is_drawn)
 
     def load_model(self, target: nn.Module) -> None:
         """Load the heads; called by the runner once the target is loaded."""
@@ -181,7 +183,10 @@ class MedusaDrafter:
                 logits, tokens = (best[depth][:, None] for best in plain)
                 columns = level.ranks
             own = draft_probs(logits * self.heads.info.logit_scale, sampling)
-            drawn = draw_distinct(own, level.num_ranks, noise(depth + 1, tuple(own.shape)))
+            # The same on all ranks: they work together on what stands behind a path, and read the
+            # drafts as they drew them.
+            numbers = get_tp_group().broadcast(noise(depth + 1, tuple(own.shape)), src=0)
+            drawn = draw_distinct(own, level.num_ranks, numbers)
             rows[:, level.nodes] = tokens.gather(-1, drawn).flatten(1)[:, columns]
             parents = level.paths[:, -1]
             probs[:, parents], token_ids[:, parents] = own, tokens

@@ -11,7 +11,8 @@ from vllm.triton_utils import tl, triton
 BLOCK = 1024
 
 
-@triton.jit
+# Not compiled anew for numbers that are 1 or multiples of 16.
+@triton.jit(do_not_specialize=["stream", "count", "total"])
 def _uniform_kernel(
     noise_ptr,  # [B, count]
     seeds_ptr,  # [B]

@@ -28,7 +28,7 @@ NUM_CANDIDATES = 128
 
 # From this temperature on drawn drafts are accepted more often than the heads' best tokens
 # (docs/draft-sampling.md).
-DRAWN_FROM = 1.0
+MIN_DRAWN_TEMPERATURE = 1.0
 
 
 class DraftProbs(NamedTuple):
@@ -62,7 +62,7 @@ def draws_drafts(method: str, params: Any) -> bool:
         return False  # a grammar leaves drafts out because of their tokens
     if method == "auto":
         # With fixed drafts a seed's text is that without speculation.
-        return params.seed is None and params.temperature >= DRAWN_FROM
+        return params.seed is None and params.temperature >= MIN_DRAWN_TEMPERATURE
     return method == "probabilistic"
 
 
@@ -137,7 +137,7 @@ def try_children(
         p = torch.where(shrinks[:, None], left / total[:, None], p)
         scale = torch.where(shrinks, scale / total, scale)
         q = _without(q, here & is_tried[:, None])
-    return accepted, (elsewhere * scale[:, None]).scatter(1, ids, p)
+    return accepted, elsewhere.mul_(scale[:, None]).scatter_(1, ids, p)
 
 
 def _without(q: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:

@@ -48,59 +48,63 @@ def test_exponential(device):
 
 NUM_ROWS = 1000
 TARGET = torch.tensor([0.4, 0.3, 0.2, 0.05, 0.05])
-DRAFT = torch.tensor([0.35, 0.2, 0.3, 0.1, 0.05])
-
-
-@pytest.mark.parametrize(
-    ("number", "stream"), [(1, "drafts"), (2, "drafts"), (4, "drafts"), (4, "chances")]
+# What drafts were drawn from differs from row to row, and from slot to slot.
+DRAFTS = torch.tensor(
+    [
+        [[0.35, 0.2, 0.3, 0.1, 0.05], [0.05, 0.1, 0.2, 0.3, 0.35], [0.9, 0.02, 0.03, 0.02, 0.03]],
+        [[0.1, 0.6, 0.1, 0.1, 0.1], [0.5, 0.1, 0.1, 0.25, 0.05], [0.05, 0.05, 0.1, 0.1, 0.7]],
+    ]
 )
-def test_what_comes_out_is_the_target(number, stream, device):
-    """A row a request. If drafts and chances have the same noise, that is found."""
+FAULTS = ["drafts and chances from the same noise", "another row's", "another slot's"]
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_what_comes_out_is_the_target(fault, device):
+    """A request a row: the rule of drawn drafts with keyed noise."""
     from vllm_medusa.runner.draft_rules import CHANCES, DrawnDraftsRule
 
+    slots = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(4)).to(device)
     seeds, positions = seeds_of(NUM_ROWS, device), positions_of(NUM_ROWS, device)
-    order = DRAFT.argsort(descending=True).to(device)
-    probs = DRAFT.to(device)[order].expand(NUM_ROWS, -1)
-    tokens = order.expand(NUM_ROWS, -1)
-    own = 1 if stream == "drafts" else CHANCES
-    noise = keyed_exponential(seeds, positions, own, probs.shape[1])
-    children = tokens.gather(1, draw_distinct(probs, number, noise))
+    rows = (torch.arange(NUM_ROWS) % 7 % 3).to(device)
+    drafts = DRAFTS.to(device).repeat(NUM_ROWS // 2, 1, 1)
+    probs, tokens = drafts.sort(dim=-1, descending=True)
+    drawn_from = DraftProbs(probs, tokens)
+    stream = CHANCES if fault == FAULTS[0] else 1
+    noise = keyed_exponential(seeds[slots], positions, stream, probs.shape[-1])
+    drawn = draw_distinct(probs[slots, rows], 4, noise)
+    children = tokens[slots, rows].gather(1, drawn)
+    if fault == "another row's":
+        drawn_from = DraftProbs(*(values.roll(1, dims=1) for values in drawn_from))
+    if fault == "another slot's":
+        drawn_from = DraftProbs(*(values.roll(1, dims=0) for values in drawn_from))
 
-    def on_device(values):
-        return SimpleNamespace(gpu=values, np=values.cpu().numpy())
-
-    states = SimpleNamespace(
-        seeds=on_device(seeds), temperature=on_device(torch.ones(NUM_ROWS, device=device))
-    )
+    ones = torch.ones(NUM_ROWS, device=device)
     sampler = SimpleNamespace(
-        sampling_states=states,
+        sampling_states=SimpleNamespace(
+            seeds=SimpleNamespace(gpu=seeds), temperature=SimpleNamespace(gpu=ones)
+        ),
         use_fp64_gumbel=False,
-        use_flashinfer=True,
-        req_states=SimpleNamespace(max_num_reqs=NUM_ROWS),
     )
-    state = SimpleNamespace(
-        drawn_from=DraftProbs(probs[:, None], tokens[:, None]),
-        has_drawn=np.arange(NUM_ROWS) % 10 != 0,
-    )
-    slots = torch.arange(NUM_ROWS, device=device)
-    rule = DrawnDraftsRule(sampler, state)
-    rule.look_at(
-        SimpleNamespace(
-            idx_mapping=slots,
-            idx_mapping_np=np.arange(NUM_ROWS),
-            is_prefilling_np=np.arange(NUM_ROWS) % 10 == 1,
-        )
-    )
-    assert not sampler.use_flashinfer
+    rule = DrawnDraftsRule(sampler, SimpleNamespace(drawn_from=drawn_from))
     never = torch.full_like(slots, 4)
     logits = TARGET.to(device).log().expand(NUM_ROWS, -1)
-    chosen = rule.apply(never, logits, children, slots, torch.zeros_like(slots), positions).cpu()
-    place = torch.arange(NUM_ROWS) % 10
-    assert (chosen[place < 2] == 4).all()  # drafts of others were not drawn
-    counts = torch.bincount(chosen[place >= 2], minlength=5).double()
+    chosen = rule.choose(never, logits, children, slots, rows, positions).cpu()
+    counts = torch.bincount(chosen, minlength=5).double()
     chance = chance_of(counts, TARGET.double() * counts.sum())
-    print(f"{number} children, noise of {stream}: p = {chance:.3g}")
-    assert (chance > 1e-4) == (stream == "drafts")
+    print(f"{fault}: p = {chance:.3g}")
+    assert (chance > 1e-4) == (fault is None)
 
-    none = torch.full_like(children, NO_TOKEN)
-    assert (rule.apply(never, logits, none, slots, slots * 0, positions) == 4).all()
+    few = (values[:3] for values in (never, logits, torch.full_like(children, NO_TOKEN)))
+    assert (rule.choose(*few, slots[:3], rows[:3], positions[:3]) == 4).all()
+
+
+def test_who_the_rule_is_for():
+    from vllm_medusa.runner.draft_rules import DrawnDraftsRule
+
+    state = SimpleNamespace(has_drawn=np.array([True, False, True, True]))
+    batch = SimpleNamespace(
+        idx_mapping_np=np.array([3, 1, 0]), is_prefilling_np=np.array([False, False, True])
+    )
+    rule = DrawnDraftsRule(SimpleNamespace(), state)
+    # The last one's places for nodes hold what nobody drew.
+    assert rule.is_for(batch).tolist() == [True, False, False]

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -25,34 +24,16 @@ CHANCES = 0  # of keyed noise; streams 1 to the depth of the tree are those of d
 
 
 class DraftRule:
-    """Leaves all tokens as they are.
-
-    Attributes:
-        applies_to: bool [max_num_reqs], by slot: the requests of a batch that the rule is for;
-            None: no request of the batch.
-    """
+    """For no request."""
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
-        self.has_flashinfer = sampler.use_flashinfer
-        self.applies_to: torch.Tensor | None = None
 
-    def look_at(self, batch: InputBatch) -> None:
-        """Note which requests of the batch the rule is for."""
-        index = batch.idx_mapping_np
-        chosen = np.zeros(self.sampler.req_states.max_num_reqs, dtype=bool)
-        chosen[index] = self.is_for(batch, index)
-        self.applies_to = None
-        if chosen.any():
-            self.applies_to = async_tensor_h2d(chosen, device=batch.idx_mapping.device)
-        # A fused sampler keeps to itself what top-k and top-p leave of a distribution.
-        self.sampler.use_flashinfer = self.has_flashinfer and self.applies_to is None
+    def is_for(self, batch: InputBatch) -> np.ndarray:
+        """Whether the rule is for each request of a batch, bool [B]."""
+        return np.zeros(batch.num_reqs, dtype=bool)
 
-    def is_for(self, batch: InputBatch, index: np.ndarray) -> np.ndarray:
-        """Whether the rule is for each request of the batch, bool [B]; ``index``: their slots."""
-        return np.zeros(len(index), dtype=bool)
-
-    def apply(
+    def choose(
         self,
         drawn: torch.Tensor,
         logits: torch.Tensor,
@@ -61,7 +42,7 @@ class DraftRule:
         rows: torch.Tensor,
         positions: torch.Tensor,
     ) -> torch.Tensor:
-        """Choose the tokens of R rows, int64 [R].
+        """Choose the tokens of R rows of such requests, int64 [R].
 
         Args:
             drawn: int64 [R], the sampler's tokens.
@@ -72,22 +53,6 @@ class DraftRule:
             rows: int64 [R], in the request's tree.
             positions: integers [R], each row's position.
         """
-        if self.applies_to is None or not children.shape[1]:
-            return drawn
-        probs = logits.softmax(dim=-1, dtype=torch.float32)
-        chosen = self.choose(drawn, probs, children, slots, rows, positions)
-        return torch.where(self.applies_to[slots], chosen, drawn)
-
-    def choose(
-        self,
-        drawn: torch.Tensor,
-        probs: torch.Tensor,
-        children: torch.Tensor,
-        slots: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-    ) -> torch.Tensor:
-        """As ``apply``, for all rows; ``probs``: float32 [R, V]."""
         raise NotImplementedError
 
 
@@ -98,18 +63,19 @@ class TypicalRule(DraftRule):
         super().__init__(sampler)
         self.bars = bars
 
-    def is_for(self, batch: InputBatch, index: np.ndarray) -> np.ndarray:
-        return self.sampler.sampling_states.temperature.np[index] > 0
+    def is_for(self, batch: InputBatch) -> np.ndarray:
+        return self.sampler.sampling_states.temperature.np[batch.idx_mapping_np] > 0
 
     def choose(
         self,
         drawn: torch.Tensor,
-        probs: torch.Tensor,
+        logits: torch.Tensor,
         children: torch.Tensor,
         slots: torch.Tensor,
         rows: torch.Tensor,
         positions: torch.Tensor,
     ) -> torch.Tensor:
+        probs = logits.softmax(dim=-1, dtype=torch.float32)
         return typical_tokens(probs, children, drawn, self.bars)
 
 
@@ -120,26 +86,29 @@ class DrawnDraftsRule(DraftRule):
         super().__init__(sampler)
         self.state = state
 
-    def is_for(self, batch: InputBatch, index: np.ndarray) -> np.ndarray:
+    def is_for(self, batch: InputBatch) -> np.ndarray:
         # What fills the nodes' places where the last token of a prompt is read was not drawn.
-        return self.state.has_drawn[index] & ~batch.is_prefilling_np
+        return self.state.has_drawn[batch.idx_mapping_np] & ~batch.is_prefilling_np
 
     def choose(
         self,
         drawn: torch.Tensor,
-        probs: torch.Tensor,
+        logits: torch.Tensor,
         children: torch.Tensor,
         slots: torch.Tensor,
         rows: torch.Tensor,
         positions: torch.Tensor,
     ) -> torch.Tensor:
+        if not children.shape[1]:
+            return drawn
         assert self.state.drawn_from is not None
         draft = DraftProbs(*(values[slots, rows] for values in self.state.drawn_from))
         states = self.sampler.sampling_states
         chances = keyed_uniform(states.seeds.gpu[slots], positions, CHANCES, children.shape[1])
+        probs = logits.softmax(dim=-1, dtype=torch.float32)
         accepted, left = try_children(probs, draft, children, chances)
         rest = gumbel_sample(
-            left.log(),
+            left.log_(),
             slots,
             states.temperature.gpu,
             states.seeds.gpu,

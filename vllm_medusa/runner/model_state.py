@@ -26,6 +26,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm_medusa.acceptance import AcceptedPaths
 from vllm_medusa.acceptance_kernel import walk_drawn_tokens
 from vllm_medusa.bank import TreeBank
+from vllm_medusa.keyed_noise import keyed_uniform
 from vllm_medusa.runner.tree_sampler import TreeSampler
 from vllm_medusa.sampled_drafts import DraftProbs, draws_drafts
 from vllm_medusa.tree import TokenTree
@@ -59,7 +60,7 @@ class TreeModelState(ModelState):
         last_rows: int64 [max_num_reqs], by place in the batch: row where the newest token was
             drawn, counted from the request's first row of logits.
         num_steps: depth of the deepest tree, and one.
-        draws_drafts: bool [max_num_reqs], by slot, on the host: drafts are drawn from the heads.
+        is_drawing: bool [max_num_reqs], by slot, on the host: drafts are drawn from the heads.
         has_drawn: likewise: and the newest ones were.
         drawn_from: what they were drawn from, by slot and row, [max_num_reqs, rows, candidates].
     """
@@ -77,7 +78,7 @@ class TreeModelState(ModelState):
         self.tree_index = torch.zeros(size, dtype=torch.int32, device=device)
         self.last_rows = torch.zeros(size, dtype=torch.int64, device=device)
         self.looks_back = np.zeros(size, dtype=bool)
-        self.draws_drafts = np.zeros(size, dtype=bool)
+        self.is_drawing = np.zeros(size, dtype=bool)
         self.has_drawn = np.zeros(size, dtype=bool)
         self.drawn_from: DraftProbs | None = None
         self.has_custom_rules = False
@@ -93,7 +94,7 @@ class TreeModelState(ModelState):
             or bool(params.bad_words_token_ids)
             or params.thinking_token_budget is not None
         )
-        self.draws_drafts[req_index] = draws_drafts(self.config.draft_sample_method, params)
+        self.is_drawing[req_index] = draws_drafts(self.config.draft_sample_method, params)
         self.has_drawn[req_index] = False
 
     # -- before the forward pass -------------------------------------------------------------------
@@ -185,6 +186,8 @@ class TreeModelState(ModelState):
         one, trees = torch.zeros(1, dtype=torch.int64, device=self.device), self.tree_of[:1]
         ends = torch.arange(2, dtype=torch.int32, device=self.device)
         walk_drawn_tokens(one, one.int(), ends, trees, self.bank.parents, self.num_steps)
+        if self.drawn_from is not None:
+            keyed_uniform(one, one.int(), stream=1, count=2)
 
     def keep(self, paths: AcceptedPaths, input_batch: InputBatch) -> None:
         """Compact the accepted paths, and remember where they end."""

@@ -3,6 +3,7 @@
 import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 from vllm.config import VllmConfig
@@ -81,7 +82,7 @@ class MedusaSpeculator(BaseSpeculator):
         slots, slots_np = input_batch.idx_mapping, input_batch.idx_mapping_np
         drafts = last_sampled.new_full((num_requests, self.num_nodes), NO_TOKEN)
         num_nodes = self.num_nodes if num_speculative_tokens is None else num_speculative_tokens
-        is_drawing = self.state.draws_drafts[slots_np] & (num_nodes > 0)
+        is_drawing = self.state.is_drawing[slots_np] & (num_nodes > 0)
         self.state.has_drawn[slots_np] = is_drawing
         if not num_nodes:
             return drafts
@@ -91,28 +92,51 @@ class MedusaSpeculator(BaseSpeculator):
         if input_batch.num_draft_tokens:
             rows = rows + self.state.last_rows[:num_requests]
         states, roots = last_hidden_states[rows], last_sampled[slots, 0]
-        if not is_drawing.all():
+        if not is_drawing.any():
             drafts[:, :num_nodes] = self.drafter.propose(states, roots, num_nodes)
-        if is_drawing.any():
-            # For all requests: shapes then do not change with who draws.
-            sampling = DraftSampling(
-                temperature[slots],
-                self.state.sampling_states.top_k.gpu[slots],
-                self.state.sampling_states.top_p.gpu[slots],
-            )
-            own_seeds, positions = seeds[slots], input_batch.positions[rows]
+            return drafts
+        places = async_tensor_h2d(np.flatnonzero(~is_drawing), device=drafts.device)
+        if len(places):
+            best = self.drafter.propose(states[places], roots[places], num_nodes)
+            drafts[places, :num_nodes] = best
+        places = async_tensor_h2d(np.flatnonzero(is_drawing), device=drafts.device)
+        slots = slots[places]
+        drafts[places, :num_nodes] = self._draw(
+            states[places], roots[places], num_nodes, slots, temperature[slots], seeds[slots],
+            input_batch.positions[rows[places]],
+        )  # fmt: skip
+        return drafts
 
-            def noise(depth: int, shape: tuple[int, ...]) -> torch.Tensor:
-                return keyed_exponential(own_seeds, positions, depth, math.prod(shape[1:])).view(
-                    shape
-                )
+    def _draw(
+        self,
+        states: torch.Tensor,
+        roots: torch.Tensor,
+        num_nodes: int,
+        slots: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """Drafts that are drawn, int64 [R, num_nodes], for R requests; notes what from.
 
-            drawn, drawn_from = self.drafter.propose_drawn(
-                states, roots, num_nodes, sampling, noise
-            )
-            is_drawing_gpu = async_tensor_h2d(is_drawing, device=drafts.device)[:, None]
-            drafts[:, :num_nodes] = torch.where(is_drawing_gpu, drawn, drafts[:, :num_nodes])
-            assert self.state.drawn_from is not None
-            for kept, new in zip(self.state.drawn_from, drawn_from, strict=True):
-                kept[slots, : 1 + num_nodes] = new
+        Args:
+            states: [R, hidden], as ``MedusaDrafter.propose_drawn`` takes them.
+            roots: int64 [R], likewise.
+            num_nodes: how many nodes.
+            slots: integers [R], of the requests in the state.
+            temperature: float32 [R].
+            seeds: int64 [R].
+            positions: integers [R], where the roots were drawn.
+        """
+        limits = self.state.sampling_states
+        sampling = DraftSampling(temperature, limits.top_k.gpu[slots], limits.top_p.gpu[slots])
+
+        def noise(depth: int, shape: tuple[int, ...]) -> torch.Tensor:
+            numbers = keyed_exponential(seeds, positions, depth, math.prod(shape[1:]))
+            return numbers.view(shape)
+
+        drafts, drawn_from = self.drafter.propose_drawn(states, roots, num_nodes, sampling, noise)
+        assert self.state.drawn_from is not None
+        for kept, new in zip(self.state.drawn_from, drawn_from, strict=True):
+            kept[slots, : 1 + num_nodes] = new
         return drafts

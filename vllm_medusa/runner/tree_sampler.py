@@ -30,6 +30,9 @@ from vllm_medusa.runner.draft_rules import build_draft_rule
 if TYPE_CHECKING:
     from vllm_medusa.runner.model_state import TreeModelState
 
+# Of the logits, that a rule which looks at drafts holds at once (draft_rules.py).
+COPIES_OF_RULE = 4
+
 
 class TreeSampler:
     """Draws tokens from the target along the trees of a batch."""
@@ -102,26 +105,36 @@ class TreeSampler:
         ``drafts``: integers [rows], the tokens of nodes at their rows; ``NO_TOKEN``: not valid.
         """
         index = batch.idx_mapping_np
-        self.rule.look_at(batch)
-        # vLLM's sampler copies logits that it changes, and would have those of all rows at once.
-        is_large = logits.shape[0] > get_max_chunk_logits(logits.shape[1])
-        is_copied = self.sampler.needs_logits_processing[index].any()
-        if is_large and (is_copied or self.rule.applies_to is not None):
-            processed = torch.empty_like(logits, dtype=torch.float32)
-            everyone = np.arange(batch.num_reqs)
-            return self._walk_by_depth(logits, drafts, batch, everyone, processed), processed
-        paths, processed = self._walk_drawn(logits, drafts, batch)
-        looking_back = np.flatnonzero(self.state.looks_back[index])
-        if looking_back.size:
-            own = self._walk_by_depth(logits, drafts, batch, looking_back, processed)
-            requests = async_tensor_h2d(looking_back, device=logits.device)
-            paths.tokens[requests], paths.rows[requests] = own
-        return paths, processed
+        by_rule = self.rule.is_for(batch)
+        # What is too much at once is walked depth by depth: a row per request.
+        limit = get_max_chunk_logits(logits.shape[1])
+        by_depth = self.state.looks_back[index]
+        if np.diff(batch.cu_num_logits_np)[by_rule].sum() * COPIES_OF_RULE > limit:
+            by_depth = by_depth | by_rule
+        # Fused samplers keep to themselves what top-k and top-p leave of a distribution.
+        has_flashinfer = self.sampler.use_flashinfer
+        self.sampler.use_flashinfer = has_flashinfer and not by_rule.any()
+        try:
+            # vLLM's sampler copies logits that it changes, those of all rows at once.
+            if logits.shape[0] > limit and self.sampler.needs_logits_processing[index].any():
+                processed = torch.empty_like(logits, dtype=torch.float32)
+                everyone = np.arange(batch.num_reqs)
+                paths = self._walk_by_depth(logits, drafts, batch, everyone, by_rule, processed)
+                return paths, processed
+            paths, processed = self._walk_drawn(logits, drafts, batch, by_rule & ~by_depth)
+            if by_depth.any():
+                places = np.flatnonzero(by_depth)
+                own = self._walk_by_depth(logits, drafts, batch, places, by_rule, processed)
+                requests = async_tensor_h2d(places, device=logits.device)
+                paths.tokens[requests], paths.rows[requests] = own
+            return paths, processed
+        finally:
+            self.sampler.use_flashinfer = has_flashinfer
 
     def _walk_drawn(
-        self, logits: torch.Tensor, drafts: torch.Tensor, batch: InputBatch
+        self, logits: torch.Tensor, drafts: torch.Tensor, batch: InputBatch, by_rule: np.ndarray
     ) -> tuple[AcceptedPaths, torch.Tensor]:
-        """Draw at all rows, then walk."""
+        """Draw at all rows, then walk; ``by_rule``: bool [B], the requests that the rule is for."""
         positions = batch.positions[batch.logits_indices]
         drawn, processed = self.sampler.sample(
             logits,
@@ -134,13 +147,19 @@ class TreeSampler:
             batch.seq_lens_cpu_upper_bound.numpy(),
             return_logprobs=self._wants_logprobs(batch),
         )
-        if self.rule.applies_to is not None:
-            slots, rows = batch.expanded_idx_mapping, batch.expanded_local_pos.long()
-            sizes = batch.cu_num_logits.diff()
-            sizes = torch.repeat_interleave(sizes, sizes, output_size=len(rows))
-            first_rows = torch.arange(len(rows), device=rows.device) - rows
-            children = self._children(drafts, slots, rows, first_rows, sizes)
-            drawn = self.rule.apply(drawn, processed, children, slots, rows, positions)
+        if by_rule.any():
+            sizes_np = np.diff(batch.cu_num_logits_np)
+            places_np = np.flatnonzero(np.repeat(by_rule, sizes_np))
+            places = async_tensor_h2d(places_np, device=logits.device)
+            sizes = async_tensor_h2d(np.repeat(sizes_np, sizes_np)[places_np], device=logits.device)
+            slots, rows = (
+                batch.expanded_idx_mapping[places],
+                batch.expanded_local_pos[places].long(),
+            )
+            children = self._children(drafts, slots, rows, places - rows, sizes)
+            drawn[places] = self.rule.choose(
+                drawn[places], processed[places], children, slots, rows, positions[places]
+            )
         paths = walk_drawn_tokens(
             drawn,
             drafts,
@@ -157,6 +176,7 @@ class TreeSampler:
         drafts: torch.Tensor,
         batch: InputBatch,
         requests_np: np.ndarray,
+        by_rule_np: np.ndarray,
         kept: torch.Tensor,
     ) -> AcceptedPaths:
         """Walk the trees of some requests while drawing.
@@ -166,6 +186,7 @@ class TreeSampler:
             drafts: integers [rows], likewise.
             batch: the whole batch.
             requests_np: int64 [R], places in the batch of the requests to walk, on the host.
+            by_rule_np: bool [B], which requests of the batch the rule is for, on the host.
             kept: [rows, V], is given the logits that tokens were drawn from, for logprobs.
         """
         state = self.state
@@ -179,6 +200,9 @@ class TreeSampler:
         longest = batch.seq_lens_cpu_upper_bound.numpy()[requests_np]
         wants_logprobs = self._wants_logprobs(batch)
         text = _TextAhead(self.sampler, index)
+        by_rule_np = by_rule_np[requests_np]
+        any_by_rule = by_rule_np.any()
+        by_rule = async_tensor_h2d(by_rule_np, device=logits.device)
 
         def draw(tree_rows: torch.Tensor, active: torch.Tensor, step: int) -> torch.Tensor:
             rows = first_rows + tree_rows
@@ -193,11 +217,12 @@ class TreeSampler:
                 longest,
                 return_logprobs=wants_logprobs,
             )
-            if self.rule.applies_to is not None:
+            if any_by_rule:
                 children = self._children(drafts, index, tree_rows, first_rows, sizes)
-                drawn = self.rule.apply(
+                chosen = self.rule.choose(
                     drawn, processed, children, index, tree_rows, positions[rows]
                 )
+                drawn = torch.where(by_rule, chosen, drawn)
             if wants_logprobs:
                 # A request whose walk has ended is drawn again, with its last token in its text.
                 kept[rows] = torch.where(active[:, None], processed.to(kept.dtype), kept[rows])

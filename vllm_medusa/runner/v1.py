@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.distributed import get_tp_group
 from vllm.sampling_params import SamplingParams, SamplingType
 from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
@@ -230,8 +229,7 @@ class MedusaCPUModelRunner(CPUModelRunner):
         own = {row: generators[index] for row, index in enumerate(requests) if index in generators}
 
         def noise(depth: int, shape: tuple[int, ...]) -> torch.Tensor:
-            # One for all ranks: sequential heads work together on what stands behind a path.
-            return get_tp_group().broadcast(exponential(shape, own, self.device), src=0)
+            return exponential(shape, own, self.device)
 
         tokens, drawn_from = self.drafter.propose_drawn(states, roots, num_nodes, sampling, noise)
         for row, index in enumerate(requests):
@@ -255,14 +253,15 @@ class MedusaCPUModelRunner(CPUModelRunner):
         return batch.token_ids_cpu[index, first : batch.num_tokens_no_spec[index]]
 
     def _remember_trees(self, requests: list[int], repeating: Container[int]) -> None:
-        """Note the new drafts' trees; those of requests that wait with older drafts stay."""
+        """Note the new drafts' trees, and forget what the drafts before were drawn from; what is
+        known of requests that wait with older drafts stays."""
         names = self.input_batch.req_ids
         new = {names[i]: LOOKUP_CHAIN if i in repeating else HEADS_TREE for i in requests}
         kept = {name: tree for name, tree in self.tree_of.items() if name in self.requests}
         self.tree_of = kept | new
         self.drawn_from = {
-            name: tree
-            for name, tree in self.drawn_from.items()
+            name: probs
+            for name, probs in self.drawn_from.items()
             if name in self.requests and name not in new
         }
 
