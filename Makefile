@@ -130,8 +130,8 @@ fuzz: setup ## random sessions against vLLM without speculation: SESSIONS (12000
 		$(PYTEST) tests/integration/test_fuzz.py --hypothesis-show-statistics $(ARGS)
 
 .PHONY: soak
-soak: setup ## REQUESTS (100000) to a tiny model, an hour or two: memory has to stay flat; into docs/soak.md
-	@export SOAK_REQUESTS=$(or $(REQUESTS),100000) SOAK_REPORT=docs/soak.md; \
+soak: setup ## REQUESTS (30000) to a tiny model, half an hour: memory has to stay flat; into docs/soak.md
+	@export SOAK_REQUESTS=$(or $(REQUESTS),30000) SOAK_REPORT=docs/soak.md; \
 		$(CPU_ENV) && $(PYTHON_VENV) -m pytest -s tests/integration/test_soak.py $(ARGS)
 
 .PHONY: releases

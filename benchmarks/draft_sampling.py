@@ -150,9 +150,10 @@ def page(result: dict[str, Any]) -> str:
 
 Made by benchmarks/draft_sampling.py: mean tokens per step and request, counted by vLLM, for
 {result["prompts"]} prompts (chat and code), {result["max_tokens"]} tokens each at most, drafts from
-the heads only. Fixed drafts are the heads' best tokens (the default); drawn drafts are
-`"draft_sample_method": "probabilistic"`, at the request's temperature; typical is
-`"rejection_sample_method": "typical"`, which is lossy. The same prompts, seeds and tree in each; a
+the heads only. Fixed drafts are the heads' best tokens (`"draft_sample_method": "greedy"`), drawn
+drafts are drawn from the heads at the request's temperature (`"probabilistic"`), typical is
+`"rejection_sample_method": "typical"`, which is lossy. The default, `"auto"`, draws at temperatures
+of 1 and more, without a seed. The same prompts, seeds and tree in each; a
 number comes from {result["prompts"] * result["max_tokens"]} tokens at most, so small differences
 are chance.
 
@@ -160,7 +161,7 @@ are chance.
 
 {table(result["rows"])}
 
-{verdict(result["rows"])} [Serving](serving.md#sampled-requests) says how to ask for either.
+{verdict(result["rows"])} [Serving](serving.md#sampled-requests) says how to ask for each.
 """
 
 

@@ -199,6 +199,31 @@ def test_drafts_are_drawn_from_what_the_heads_say(kind, engine_of, small_model, 
                 assert torch.allclose(found, wanted, atol=1e-5)
 
 
+@pytest.mark.v1_only(reason="the drafter is the same there")
+def test_the_first_ranks_noise_counts(engine_of, monkeypatch):
+    """Ranks that draw different numbers read the same drafts."""
+    drafter = runner_of(engine_of("sequential", 2)).drafter
+    states, roots = torch.randn(3, HIDDEN), torch.tensor([5, 11, 7])
+    sampling = DraftSampling(torch.ones(3), torch.tensor([99] * 3), torch.ones(3))
+
+    def draft():
+        return drafter.propose_drawn(
+            states, roots, 8, sampling, lambda depth, shape: exponential(shape, {}, states.device)
+        )[0]
+
+    class Group:
+        """A rank that is not the first."""
+
+        def broadcast(self, tensor, src):
+            assert src == 0
+            generator = torch.Generator().manual_seed(tensor.numel())
+            return torch.empty_like(tensor).exponential_(generator=generator)
+
+    assert not torch.equal(draft(), draft())
+    monkeypatch.setattr("vllm_medusa.drafter.get_tp_group", Group)
+    assert torch.equal(draft(), draft())
+
+
 # -- other requests beside them --------------------------------------------------------------------
 
 

@@ -1,6 +1,6 @@
 """Long traffic: memory grows no more than without Medusa, and the engine holds nothing in the end.
 
-``make soak`` serves as many requests as a server with a real model does in hours, and writes
+``make soak`` serves as many requests as the demo's server does in four hours, and writes
 docs/soak.md.
 """
 
