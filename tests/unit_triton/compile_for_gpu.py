@@ -21,7 +21,7 @@ def main(capability: int) -> None:
     import triton.backends
     from triton.runtime.driver import driver
 
-    from vllm_medusa import acceptance_kernel, compaction_kernel
+    from vllm_medusa import acceptance_kernel, compaction_kernel, keyed_noise
     from vllm_medusa.attention import triton_tree
     from vllm_medusa.tree import MAX_ROWS
 
@@ -46,6 +46,7 @@ def main(capability: int) -> None:
         (triton_tree, "_merge_splits_kernel"),
         (acceptance_kernel, "_walk_kernel"),
         (compaction_kernel, "_move_kernel"),
+        (keyed_noise, "_uniform_kernel"),
     ):
         setattr(module, name, Compiler(getattr(module, name)))
 
@@ -74,6 +75,7 @@ def main(capability: int) -> None:
         lse = torch.zeros((8, rows))
         triton_tree.tree_attention(query, kv_cache, query, batch, 1.0, lse=lse, num_splits=2)
         compaction_kernel.SlotMover([kv_cache]).move(paths, int64(rows), int64(1))
+    keyed_noise.keyed_uniform(int64(3), int32(3), stream=1, count=128)
     print(json.dumps(needs))
 
 

@@ -27,6 +27,7 @@ def test_compiled_for(capability, tmp_path):
         "_attention_kernel": 2,
         "_merge_splits_kernel": 2,
         "_move_kernel": 2,
+        "_uniform_kernel": 1,
         "_walk_kernel": 1,
     }
     # All are kept to what the smallest of the supported GPUs has.
