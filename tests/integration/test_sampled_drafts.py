@@ -87,16 +87,18 @@ def lively_heads(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine_of(small_model, lively_heads, module_engine):
-    def start(kind, children):
+    def start(kind, children, schedule=None, **options):
         # Chains from the text are fixed drafts, beside those that are drawn; and "auto" draws those
         # of some requests only.
         how = {} if children == 4 else DRAWN
+        if schedule:
+            how = how | {"num_speculative_tokens_per_batch_size": schedule}
         config = medusa(lively_heads[kind], TREES[children], lookup=children == 2, **how)
+        options = {"max_num_seqs": 512, "max_num_batched_tokens": 16384} | options
         return module_engine(
             small_model,
             **config,
-            max_num_seqs=512,
-            max_num_batched_tokens=16384,
+            **options,
             max_model_len=32,
             block_size=32,
             num_gpu_blocks_override=600,
@@ -136,6 +138,21 @@ def test_distribution(kind, children, engine_of, expected):
         assert len(drawn) == NUM_SAMPLES
         count = chi_square_of_each if INTERPRETED else chi_square
         chance = count(drawn, expected[name])
+        print(f"{name}: p = {chance:.3g}")
+        assert chance > 0.001, name
+
+
+@pytest.mark.v1_only(reason="a row takes milliseconds there")
+def test_distribution_with_trees_of_all_sizes(engine_of, expected):
+    """Prompts are read beside trees, and more or fewer nodes are drafted from step to step."""
+    schedule = [(1, 20, 8), (21, 30, 3), (31, 45, 1), (46, 60, 8), (61, 512, 3)]
+    llm = engine_of("plain", 2, schedule, max_num_seqs=120, max_num_batched_tokens=301)
+    texts, watch = draw(llm)
+    assert {1, 3, 8} <= set(watch.num_nodes)
+    assert watch.met("chunk", "tree") and watch.met("cut")
+    assert watch.lengths[1] and watch.lengths[2]
+    for name, drawn in texts.items():
+        chance = chi_square(drawn, expected[name])
         print(f"{name}: p = {chance:.3g}")
         assert chance > 0.001, name
 
