@@ -59,10 +59,10 @@ def test_logprobs_beside_rules_that_look_back(mode, tree_engine, models, plain_e
     walked = []
     walk_by_depth = TreeSampler._walk_by_depth
 
-    def watched(self, logits, drafts, batch, requests_np, kept):
+    def watched(self, logits, drafts, batch, requests_np, *others):
         names = {batch.req_ids[number] for number in requests_np}
         walked.append((len(names), batch.num_reqs))
-        return walk_by_depth(self, logits, drafts, batch, requests_np, kept)
+        return walk_by_depth(self, logits, drafts, batch, requests_np, *others)
 
     monkeypatch.setattr(TreeSampler, "_walk_by_depth", watched)
     known = continuations(prompts, tokens(expected))
