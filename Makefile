@@ -111,7 +111,7 @@ test: setup ## run the tests
 	@export VLLM_USE_V2_MODEL_RUNNER=1; { $(PYTEST) $(V2_TESTS) $(ARGS); } $(OR_NONE)
 
 .PHONY: test-v2
-test-v2: setup ## all tests of vLLM's V2 runner in Triton's interpreter, also those too slow for every day (6 minutes)
+test-v2: setup ## all tests of vLLM's V2 runner in Triton's interpreter, also those too slow for every day (14 minutes)
 	@export VLLM_USE_V2_MODEL_RUNNER=1; { $(PYTEST) $(V2_TESTS) $(V2_MORE) $(ARGS); } $(OR_NONE)
 
 # The compiled parts are those of the installed release: vLLM 0.33 has no build for CPUs.
