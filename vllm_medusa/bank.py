@@ -26,20 +26,17 @@ class TreeBank:
     def __init__(self, trees: Sequence[TokenTree], device: torch.device | str = "cpu") -> None:
         parents = np.full((len(trees), MAX_NODES), -1, dtype=np.int64)
         depth_offset = np.zeros((len(trees), MAX_ROWS), dtype=np.int64)
-        children_of: list[list[np.ndarray]] = []
+        siblings = [tree.with_siblings_numbered().ranks() for tree in trees]
+        most = 1 + max(int(ranks.max()) for ranks in siblings)
+        children = np.full((len(trees), MAX_ROWS, most), -1, dtype=np.int64)
         bits = np.zeros((len(trees), MAX_ROWS, MAX_ROWS), dtype=bool)
         bits[:, :, 0] = True  # rows behind a tree's end never run; they see the root only
         for index, tree in enumerate(trees):
             rows = len(tree) + 1
             parents[index, : rows - 1] = tree.parent_rows()
-            children_of.append([np.flatnonzero(parents[index] == row) for row in range(MAX_ROWS)])
+            children[index, tree.parent_rows(), siblings[index]] = np.arange(rows - 1)
             depth_offset[index, :rows] = tree.row_depths() - np.arange(rows)
             bits[index, :rows, :rows] = tree.ancestor_mask()
-        most = max(len(nodes) for rows_of in children_of for nodes in rows_of)
-        children = np.full((len(trees), MAX_ROWS, most), -1, dtype=np.int64)
-        for index, rows_of in enumerate(children_of):
-            for row, nodes in enumerate(rows_of):
-                children[index, row, : len(nodes)] = nodes
         packed = np.packbits(bits, axis=-1, bitorder="little").view(np.int64)
         self.parents = torch.from_numpy(parents).to(device)
         self.children = torch.from_numpy(children).to(device)

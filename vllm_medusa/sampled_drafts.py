@@ -17,7 +17,7 @@ It is exact only if nothing but chance decided which drafts are there. A cut by 
 where drafts are left out because of their tokens (grammars), fixed drafts must be used.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -130,7 +130,7 @@ def try_children(
         is_tried = (accepted == NO_TOKEN) & (q_child > 0)
         passes = is_tried & (chances[:, column] * q_child < p_child)
         accepted = torch.where(passes, token, accepted)
-        left = (p - q).clamp(min=0)
+        left = _residual(p, q)
         total = left.sum(dim=1) + share_elsewhere * scale
         # Nothing is left where p = q, but for rounding; p stays.
         shrinks = is_tried & ~passes & (total > 0)
@@ -138,6 +138,11 @@ def try_children(
         scale = torch.where(shrinks, scale / total, scale)
         q = _without(q, here & is_tried[:, None])
     return accepted, elsewhere.mul_(scale[:, None]).scatter_(1, ids, p)
+
+
+def _residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """What a child that was not accepted leaves of p, not normalised."""
+    return (p - q).clamp(min=0)
 
 
 def _without(q: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
@@ -151,17 +156,22 @@ def exponential(
 ) -> torch.Tensor:
     """Exponential noise, float32 [B, ...]; ``generators``: of requests (0 to B - 1) that have one
     of their own."""
-    noise = torch.empty(shape, device=device).exponential_()
-    for request, generator in generators.items():
-        noise[request].exponential_(generator=generator)
-    return noise
+    return _filled(torch.empty(shape, device=device), torch.Tensor.exponential_, generators)
 
 
 def uniform(
     shape: tuple[int, ...], generators: Mapping[int, torch.Generator], device: torch.device
 ) -> torch.Tensor:
     """Likewise, uniform in [0, 1)."""
-    noise = torch.rand(shape, device=device)
+    return _filled(torch.empty(shape, device=device), torch.Tensor.uniform_, generators)
+
+
+def _filled(
+    noise: torch.Tensor,
+    fill: Callable[..., torch.Tensor],
+    generators: Mapping[int, torch.Generator],
+) -> torch.Tensor:
+    fill(noise)
     for request, generator in generators.items():
-        noise[request].uniform_(generator=generator)
+        fill(noise[request], generator=generator)
     return noise

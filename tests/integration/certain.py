@@ -1,12 +1,21 @@
 """Requests whose text is certain whatever is drawn: rules of acceptance may not change them."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from vllm import LLM, RequestOutput
 
-from tests.integration.generation import continuations, fewer, generate, make_prompts, tokens
+from tests.integration.generation import (
+    SMALL_BUSHY,
+    continuations,
+    fewer,
+    generate,
+    make_prompts,
+    medusa,
+    tokens,
+)
 from tests.integration.oracle import Oracle, oracle_drafts
-from tests.integration.tiny import VOCAB
+from tests.integration.tiny import VOCAB, add_tokenizer
 from tests.integration.watch import Watch, watching
 from tests.triton_interpreter import ENABLED as INTERPRETED
 
@@ -22,6 +31,14 @@ CERTAIN: list[Mapping[str, object]] = (1 if INTERPRETED else 3) * [
     {"temperature": 1.0, "top_k": 1, "bad_words": ["a", "bc", "%"]},
     {"temperature": 0.0, "frequency_penalty": 0.5},
 ]
+
+
+def plain_and_medusa(models: Any, heads: Any, start: Any, **config: object) -> list[LLM]:
+    """Engines with a tokenizer: without trees, and with them; what they are started with are
+    fixtures, ``start`` is ``module_engine``."""
+    model = add_tokenizer(models("llama", pad_token_id=0))
+    trees = medusa(heads(max(map(len, SMALL_BUSHY))), SMALL_BUSHY, **config)
+    return [start(model, skip_tokenizer_init=False, **options) for options in ({}, trees)]
 
 
 def generate_certain(

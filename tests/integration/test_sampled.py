@@ -7,6 +7,7 @@ import pytest
 import torch
 from vllm.sampling_params import StructuredOutputsParams
 
+from tests.integration.certain import plain_and_medusa
 from tests.integration.distribution import (
     LIVELY,
     PROMPT,
@@ -29,7 +30,7 @@ from tests.integration.generation import (
     tokens,
 )
 from tests.integration.oracle import Oracle, oracle_drafts
-from tests.integration.tiny import VOCAB, add_tokenizer
+from tests.integration.tiny import VOCAB
 from tests.integration.watch import watching
 from tests.triton_interpreter import ENABLED as INTERPRETED
 from vllm_medusa.drafter import MedusaDrafter
@@ -265,9 +266,7 @@ def test_rules(temperature, tree_engine, models, reference):
 @pytest.fixture(scope="module")
 def with_tokenizer(models, heads, module_engine):
     """Engines with a tokenizer, without and with trees."""
-    model = add_tokenizer(models("llama", pad_token_id=0))
-    tree = medusa(heads(max(map(len, SMALL_BUSHY))), SMALL_BUSHY)
-    return [module_engine(model, skip_tokenizer_init=False, **options) for options in ({}, tree)]
+    return plain_and_medusa(models, heads, module_engine)
 
 
 WORDS = {

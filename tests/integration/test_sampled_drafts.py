@@ -5,7 +5,7 @@ import pytest
 import torch
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.integration.certain import differences, generate_certain
+from tests.integration.certain import differences, generate_certain, plain_and_medusa
 from tests.integration.distribution import (
     LIVELY,
     PROMPT,
@@ -27,7 +27,7 @@ from tests.integration.generation import (
 )
 from tests.integration.oracle import Oracle, oracle_drafts
 from tests.integration.test_sequential import make_sequential_heads
-from tests.integration.tiny import HIDDEN, VOCAB, add_tokenizer, save_heads
+from tests.integration.tiny import HIDDEN, VOCAB, save_heads
 from tests.integration.watch import watching
 from tests.triton_interpreter import ENABLED as INTERPRETED
 from vllm_medusa import sampled_drafts
@@ -158,9 +158,11 @@ def test_distribution_with_trees_of_all_sizes(engine_of, expected):
 
 
 @pytest.mark.v1_only(reason="tests/unit_triton draws often enough to find them")
-@pytest.mark.parametrize("rule", ["nothing taken out", "another temperature"])
+@pytest.mark.parametrize("rule", ["no residual", "nothing taken out", "another temperature"])
 def test_broken_rules_are_found(rule, engine_of, expected, monkeypatch):
-    if rule == "nothing taken out":
+    if rule == "no residual":
+        monkeypatch.setattr(sampled_drafts, "_residual", lambda p, q: p)
+    elif rule == "nothing taken out":
         monkeypatch.setattr(sampled_drafts, "_without", lambda q, taken: q)
     else:
         right = sampled_drafts.try_children
@@ -247,9 +249,7 @@ def test_the_first_ranks_noise_counts(engine_of, monkeypatch):
 @pytest.fixture(scope="module")
 def engines(models, heads, module_engine):
     """Without trees, and with drafts that are drawn."""
-    model = add_tokenizer(models("llama", pad_token_id=0))
-    trees = medusa(heads(max(map(len, SMALL_BUSHY))), SMALL_BUSHY, **DRAWN)
-    return [module_engine(model, skip_tokenizer_init=False, **options) for options in ({}, trees)]
+    return plain_and_medusa(models, heads, module_engine, **DRAWN)
 
 
 def test_what_is_certain_stays(engines):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.integration.certain import CERTAIN, differences, generate_certain
+from tests.integration.certain import CERTAIN, differences, generate_certain, plain_and_medusa
 from tests.integration.distribution import LIVELY, PROMPT
 from tests.integration.generation import (
     SMALL_BUSHY,
@@ -19,7 +19,7 @@ from tests.integration.generation import (
     tokens,
 )
 from tests.integration.oracle import Oracle, oracle_drafts
-from tests.integration.tiny import VOCAB, add_tokenizer
+from tests.integration.tiny import VOCAB
 from tests.integration.watch import watching
 from tests.triton_interpreter import ENABLED as INTERPRETED
 from vllm_medusa.drafter import MedusaDrafter
@@ -33,9 +33,7 @@ TYPICAL = {"rejection_sample_method": "typical"}
 @pytest.fixture(scope="module")
 def engines(models, heads, module_engine):
     """Without trees, and with typical acceptance."""
-    model = add_tokenizer(models("llama", pad_token_id=0))
-    trees = medusa(heads(DEPTH), SMALL_BUSHY, **TYPICAL)
-    return [module_engine(model, skip_tokenizer_init=False, **options) for options in ({}, trees)]
+    return plain_and_medusa(models, heads, module_engine, **TYPICAL)
 
 
 def test_what_is_certain_stays(engines):

@@ -75,6 +75,9 @@ def test_bank_holds_the_same_as_its_trees(path_lists):
         rows = len(tree) + 1
         assert (bank.parents[index, : rows - 1].numpy() == tree.parent_rows()).all()
         assert (bank.parents[index, rows - 1 :] == -1).all()
+        for row, nodes in enumerate(bank.children[index].tolist()):
+            own = [node for node, parent in enumerate(tree.parent_rows()) if parent == row]
+            assert nodes == own + [-1] * (len(nodes) - len(own))
         offset = bank.depth_offset[index, :rows].numpy()
         assert (offset + np.arange(rows) == tree.row_depths()).all()
         words = bank.ancestors[index].numpy().view(np.uint64)

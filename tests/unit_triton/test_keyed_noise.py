@@ -61,7 +61,7 @@ FAULTS = ["drafts and chances from the same noise", "another row's", "another sl
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_what_comes_out_is_the_target(fault, device):
     """A request a row: the rule of drawn drafts with keyed noise."""
-    from vllm_medusa.runner.draft_rules import CHANCES, DrawnDraftsRule
+    from vllm_medusa.runner.draft_rules import CHANCES, DrawnDraftsRule, DrawnRows
 
     slots = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(4)).to(device)
     seeds, positions = seeds_of(NUM_ROWS, device), positions_of(NUM_ROWS, device)
@@ -90,14 +90,15 @@ def test_what_comes_out_is_the_target(fault, device):
     rule = DrawnDraftsRule(sampler, SimpleNamespace(drawn_from=drawn_from))
     never = torch.full_like(slots, 4)
     logits = TARGET.to(device).log().expand(NUM_ROWS, -1)
-    chosen = rule.choose(never, logits, children, slots, rows, positions).cpu()
+    at = DrawnRows(never, logits, children, slots, rows, positions)
+    chosen = rule.choose(at).cpu()
     counts = torch.bincount(chosen, minlength=5).double()
     chance = chance_of(counts, TARGET.double() * counts.sum())
     print(f"{fault}: p = {chance:.3g}")
     assert (chance > 1e-4) == (fault is None)
 
-    few = (values[:3] for values in (never, logits, torch.full_like(children, NO_TOKEN)))
-    assert (rule.choose(*few, slots[:3], rows[:3], positions[:3]) == 4).all()
+    childless = at._replace(children=torch.full_like(children, NO_TOKEN))
+    assert (rule.choose(DrawnRows(*(values[:3] for values in childless))) == 4).all()
 
 
 def test_who_the_rule_is_for():

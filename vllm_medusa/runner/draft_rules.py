@@ -4,7 +4,7 @@ They choose tokens in the place of those that vLLM's sampler drew at the same ro
 is keyed by a request's seed and a token's position.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,27 @@ if TYPE_CHECKING:
 CHANCES = 0  # of keyed noise; streams 1 to the depth of the tree are those of drafts
 
 
+class DrawnRows(NamedTuple):
+    """R rows that tokens were drawn at."""
+
+    drawn: torch.Tensor
+    """int64 [R], the sampler's tokens."""
+    logits: torch.Tensor
+    """[R, V], that they were drawn from."""
+    children: torch.Tensor
+    """int64 [R, N], tokens of each row's children, in the order of the tree; else ``NO_TOKEN``."""
+    slots: torch.Tensor
+    """integers [R], of each row's request in the state."""
+    rows: torch.Tensor
+    """int64 [R], in the request's tree."""
+    positions: torch.Tensor
+    """integers [R], each row's position."""
+
+    def probs(self) -> torch.Tensor:
+        """float32 [R, V]: the target's distributions."""
+        return self.logits.softmax(dim=-1, dtype=torch.float32)
+
+
 class DraftRule:
     """For no request."""
 
@@ -33,26 +54,8 @@ class DraftRule:
         """Whether the rule is for each request of a batch, bool [B]."""
         return np.zeros(batch.num_reqs, dtype=bool)
 
-    def choose(
-        self,
-        drawn: torch.Tensor,
-        logits: torch.Tensor,
-        children: torch.Tensor,
-        slots: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-    ) -> torch.Tensor:
-        """Choose the tokens of R rows of such requests, int64 [R].
-
-        Args:
-            drawn: int64 [R], the sampler's tokens.
-            logits: [R, V], that they were drawn from.
-            children: int64 [R, N], tokens of each row's children, in the order of the tree; else
-                ``NO_TOKEN``.
-            slots: integers [R], of each row's request in the state.
-            rows: int64 [R], in the request's tree.
-            positions: integers [R], each row's position.
-        """
+    def choose(self, at: DrawnRows) -> torch.Tensor:
+        """Choose the tokens of R rows of such requests, int64 [R]."""
         raise NotImplementedError
 
 
@@ -66,17 +69,8 @@ class TypicalRule(DraftRule):
     def is_for(self, batch: InputBatch) -> np.ndarray:
         return self.sampler.sampling_states.temperature.np[batch.idx_mapping_np] > 0
 
-    def choose(
-        self,
-        drawn: torch.Tensor,
-        logits: torch.Tensor,
-        children: torch.Tensor,
-        slots: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-    ) -> torch.Tensor:
-        probs = logits.softmax(dim=-1, dtype=torch.float32)
-        return typical_tokens(probs, children, drawn, self.bars)
+    def choose(self, at: DrawnRows) -> torch.Tensor:
+        return typical_tokens(at.probs(), at.children, at.drawn, self.bars)
 
 
 class DrawnDraftsRule(DraftRule):
@@ -90,36 +84,26 @@ class DrawnDraftsRule(DraftRule):
         # What fills the nodes' places where the last token of a prompt is read was not drawn.
         return self.state.has_drawn[batch.idx_mapping_np] & ~batch.is_prefilling_np
 
-    def choose(
-        self,
-        drawn: torch.Tensor,
-        logits: torch.Tensor,
-        children: torch.Tensor,
-        slots: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-    ) -> torch.Tensor:
-        if not children.shape[1]:
-            return drawn
+    def choose(self, at: DrawnRows) -> torch.Tensor:
         assert self.state.drawn_from is not None
-        draft = DraftProbs(*(values[slots, rows] for values in self.state.drawn_from))
+        draft = DraftProbs(*(values[at.slots, at.rows] for values in self.state.drawn_from))
         states = self.sampler.sampling_states
-        chances = keyed_uniform(states.seeds.gpu[slots], positions, CHANCES, children.shape[1])
-        probs = logits.softmax(dim=-1, dtype=torch.float32)
-        accepted, left = try_children(probs, draft, children, chances)
+        seeds = states.seeds.gpu[at.slots]
+        chances = keyed_uniform(seeds, at.positions, CHANCES, at.children.shape[1])
+        accepted, left = try_children(at.probs(), draft, at.children, chances)
         rest = gumbel_sample(
             left.log_(),
-            slots,
+            at.slots,
             states.temperature.gpu,
             states.seeds.gpu,
-            positions,
+            at.positions,
             apply_temperature=False,
             is_drafting=False,
             use_fp64=self.sampler.use_fp64_gumbel,
         )
         chosen = torch.where(accepted == NO_TOKEN, rest, accepted)
-        has_children = (children != NO_TOKEN).any(dim=1)
-        return torch.where(has_children, chosen, drawn)
+        has_children = (at.children != NO_TOKEN).any(dim=1)
+        return torch.where(has_children, chosen, at.drawn)
 
 
 def build_draft_rule(sampler: Sampler, state: "TreeModelState") -> DraftRule:

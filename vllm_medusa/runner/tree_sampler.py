@@ -25,7 +25,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logit
 from vllm_medusa.acceptance import NO_TOKEN, AcceptedPaths, walk
 from vllm_medusa.acceptance_kernel import walk_drawn_tokens
 from vllm_medusa.agreement import decide_once
-from vllm_medusa.runner.draft_rules import build_draft_rule
+from vllm_medusa.runner.draft_rules import DrawnRows, build_draft_rule
 
 if TYPE_CHECKING:
     from vllm_medusa.runner.model_state import TreeModelState
@@ -152,14 +152,13 @@ class TreeSampler:
             places_np = np.flatnonzero(np.repeat(by_rule, sizes_np))
             places = async_tensor_h2d(places_np, device=logits.device)
             sizes = async_tensor_h2d(np.repeat(sizes_np, sizes_np)[places_np], device=logits.device)
-            slots, rows = (
-                batch.expanded_idx_mapping[places],
-                batch.expanded_local_pos[places].long(),
-            )
+            slots = batch.expanded_idx_mapping[places]
+            rows = batch.expanded_local_pos[places].long()
             children = self._children(drafts, slots, rows, places - rows, sizes)
-            drawn[places] = self.rule.choose(
+            at = DrawnRows(
                 drawn[places], processed[places], children, slots, rows, positions[places]
             )
+            drawn[places] = self.rule.choose(at)
         paths = walk_drawn_tokens(
             drawn,
             drafts,
@@ -219,10 +218,8 @@ class TreeSampler:
             )
             if any_by_rule:
                 children = self._children(drafts, index, tree_rows, first_rows, sizes)
-                chosen = self.rule.choose(
-                    drawn, processed, children, index, tree_rows, positions[rows]
-                )
-                drawn = torch.where(by_rule, chosen, drawn)
+                at = DrawnRows(drawn, processed, children, index, tree_rows, positions[rows])
+                drawn = torch.where(by_rule, self.rule.choose(at), drawn)
             if wants_logprobs:
                 # A request whose walk has ended is drawn again, with its last token in its text.
                 kept[rows] = torch.where(active[:, None], processed.to(kept.dtype), kept[rows])

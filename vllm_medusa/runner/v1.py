@@ -141,7 +141,7 @@ class MedusaCPUModelRunner(CPUModelRunner):
             holder.in_spec_mode = False
         trees = self._trees(num_reqs)
         parents = self.bank.parents[trees, :width]
-        target = _Target(self, logits, first_rows, draft_tokens, self.bank.children[trees])
+        target = _Target(self, logits, first_rows, draft_tokens, trees)
         paths = decide_once(
             lambda: walk(target.draw, draft_tokens, parents, active, target.max_steps()),
             num_reqs,
@@ -296,15 +296,14 @@ class _Target:
         logits: torch.Tensor,
         first_rows: torch.Tensor,
         draft_tokens: torch.Tensor,
-        children: torch.Tensor,
+        trees: torch.Tensor,
     ) -> None:
-        """``draft_tokens``: as the walk takes them; ``children``: ``TreeBank.children`` of each
-        request's tree."""
+        """``draft_tokens``: as the walk takes them; ``trees``: int64 [B], in the bank."""
         self.runner = runner
         self.logits = logits
         self.first_rows = first_rows
         self.draft_tokens = draft_tokens
-        self.children = children
+        self.trees = trees
         self.metadata = runner.input_batch.sampling_metadata
         self.needs_sampler = None
         if not _is_plain(self.metadata):
@@ -338,13 +337,13 @@ class _Target:
 
     def draw(self, rows: torch.Tensor, active: torch.Tensor, step: int) -> torch.Tensor:
         """Draw one token per request at ``rows``; see ``acceptance.walk``."""
-        if self.runner.draft_sampler is not None:
-            self._show_drafts(self.runner.draft_sampler, rows, active)
-        rows = self.first_rows + rows
+        tree_rows, rows = rows, self.first_rows + rows
         # The first token of all requests comes from the sampler, as vLLM does it; later ones only
         # while a request is on its way that is more than plain greedy.
         if self.needs_sampler is None or (step > 0 and not (self.needs_sampler & active).any()):
             return self.greedy[rows]
+        if self.runner.draft_sampler is not None:
+            self._show_drafts(self.runner.draft_sampler, tree_rows, active)
         is_active = active.tolist()
         metadata = replace(
             self.metadata,
@@ -367,7 +366,7 @@ class _Target:
 
     def _show_drafts(self, sampler: DraftSampler, rows: torch.Tensor, active: torch.Tensor) -> None:
         """Tell a sampler that looks at drafts of those at ``rows``."""
-        nodes = self.children[torch.arange(len(rows)), rows]
+        nodes = self.runner.bank.children[self.trees, rows]
         width = self.draft_tokens.shape[1]
         is_node = (nodes >= 0) & (nodes < width)
         padded = nn.functional.pad(self.draft_tokens, (0, 1), value=NO_TOKEN)
